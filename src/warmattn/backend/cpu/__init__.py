@@ -1,0 +1,41 @@
+"""The CPU backend."""
+
+from __future__ import annotations
+
+import torch
+
+from warmattn.backend import SplitPartials, Tiling
+from warmattn.backend.cpu import torch_ops
+from warmattn.call import AttentionCall
+from warmattn.pipelines import PipelineKey
+
+__all__ = ["BACKEND", "CpuBackend"]
+
+
+class CpuBackend:
+    """Attention on the CPU by tiled torch operations."""
+
+    name = "cpu"
+    device_types = ("cpu",)
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def supports(self, call: AttentionCall) -> str | None:
+        device = call.q.device
+        return None if device.type == "cpu" else f"operands are on {device}, not on the CPU"
+
+    def tiling(self, head_dim: int) -> Tiling:
+        return torch_ops.TILING
+
+    def build(self, key: PipelineKey, device: torch.device) -> None:
+        """Nothing to compile: every pipeline is the same torch program."""
+
+    def run(self, call: AttentionCall) -> None:
+        torch_ops.run(call)
+
+    def run_partials(self, call: AttentionCall) -> SplitPartials:
+        return torch_ops.run_partials(call)
+
+
+BACKEND = CpuBackend()
