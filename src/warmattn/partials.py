@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from warmattn.elementary import exp2, log
 from warmattn.errors import InvalidInput
 
-__all__ = ["Exponential", "Partials", "finish", "fold", "merge", "merge_partials"]
+__all__ = ["Exponential", "Partials", "finish", "fold", "log_sum_exp", "merge", "merge_partials"]
 
 
 class Exponential(NamedTuple):
@@ -46,6 +47,7 @@ class Exponential(NamedTuple):
         """D = 512 uses ``exp`` and the scale itself; smaller D ``exp2`` and ``fl32(fl32(scale) * fl32(log2
         e))``.
         """
+        scale = ctypes.c_float(scale).value
         if head_dim == 512:
             return cls(scale, False, scale)
         log2_e = ctypes.c_float(math.log2(math.e)).value
@@ -54,6 +56,15 @@ class Exponential(NamedTuple):
     def __call__(self, difference: Tensor) -> Tensor:
         scaled = difference * self.factor
         return scaled.exp2_() if self.binary else scaled.exp_()
+
+    @property
+    def binary_factor(self) -> float:
+        """``f`` for which the exponential of x is ``2 ** (f * x)``, in float64."""
+        return self.factor if self.binary else self.factor * math.log2(math.e)
+
+    def weight(self, difference: Tensor) -> Tensor:
+        """The exponential as the merge uses it: the same bits wherever it is computed."""
+        return exp2(difference.double() * self.binary_factor).to(difference.dtype)
 
 
 NATURAL = Exponential(1.0, False, 1.0)
@@ -73,14 +84,14 @@ class Partials(NamedTuple):
     accumulator: Tensor
 
 
-def fold(first: Partials, second: Partials, exponential: Exponential) -> Partials:
-    """Merge two partial results; ``second`` holds the later keys."""
+def fold(first: Partials, second: Partials, weigh: Callable[[Tensor], Tensor]) -> Partials:
+    """Merge two partial results; ``second`` holds the later keys, ``weigh`` exponentiates a difference."""
     maximum = torch.maximum(first.maximum, second.maximum)
     # A row that has seen nothing keeps -inf; subtracting 0 there gives exp(-inf) = 0, not exp(-inf +
     # inf) = NaN.
     base = maximum.masked_fill(maximum == -math.inf, 0.0)
-    weight_1 = exponential(first.maximum - base)
-    weight_2 = exponential(second.maximum - base)
+    weight_1 = weigh(first.maximum - base)
+    weight_2 = weigh(second.maximum - base)
     return Partials(
         maximum,
         first.sum * weight_1 + second.sum * weight_2,
@@ -90,7 +101,7 @@ def fold(first: Partials, second: Partials, exponential: Exponential) -> Partial
 
 def merge(partials: Iterable[Partials], exponential: Exponential) -> Partials:
     """Merge partial results, at least one, in the order given (ascending keys)."""
-    return reduce(lambda first, second: fold(first, second, exponential), partials)
+    return reduce(lambda first, second: fold(first, second, exponential.weight), partials)
 
 
 def finish(partials: Partials, exponential: Exponential) -> tuple[Tensor, Tensor]:
@@ -100,8 +111,13 @@ def finish(partials: Partials, exponential: Exponential) -> tuple[Tensor, Tensor
     maximum, total, accumulator = partials
     saw_nothing = total == 0
     out = accumulator / total.masked_fill(saw_nothing, 1.0)[..., None]
-    lse = maximum * exponential.scale + total.log()
-    return out, lse.masked_fill(saw_nothing, -math.inf)
+    return out, log_sum_exp(maximum, total, exponential)
+
+
+def log_sum_exp(maximum: Tensor, total: Tensor, exponential: Exponential) -> Tensor:
+    """``scale * m + ln l``, −inf where a row saw nothing."""
+    logarithm = log(total.double()).to(total.dtype)
+    return (maximum * exponential.scale + logarithm).masked_fill(total == 0, -math.inf)
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

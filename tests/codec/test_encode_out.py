@@ -157,6 +157,7 @@ def test_refused_out() -> None:
         "out.norms: expected device cpu as codes, got meta", x, CodedValues(codes, norms.to("meta"), BOOK)
     )
     refused("out.codebook: expected .*bits=5.*got .*bits=8", x, out, bits=5)
+    refused("out.codebook: expected .*bits=8.*got .*bits=8", x, out, codebook=Codebook(BOOK.centroids * 2))
     refused("out.signs: expected this call's signs", x, out, signs=signs)
     refused("out.signs: expected this call's signs", x, CodedValues(codes, norms, BOOK, signs=signs))
     refused("norms requires grad", x, CodedValues(codes, norms.clone().requires_grad_(), BOOK))

@@ -38,8 +38,8 @@ SLIDING, GLOBAL = (0, 1), 2
 """Layers of the demo model."""
 WINDOW = 128
 
-ROUNDING = 2e-3
-"""Bound on the relative error of a layer's output that comes from Q and K rounded to float16."""
+ROUNDING = 4e-4
+"""Bound on the relative error of a layer's output from Q and K rounded to float16; measured, 1.8e-4."""
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +177,8 @@ def test_attention_over_the_captured_operands_is_what_the_model_computed(
         for name, change, indices in (
             ("scale", lambda layer: replace(layer, scale=0.99), (*SLIDING, GLOBAL)),
             ("kv heads swapped", lambda layer: replace(layer, k=layer.k.flip(1)), (*SLIDING, GLOBAL)),
+            ("a wider window", lambda layer: replace(layer, window=WINDOW + 1), SLIDING),
+            ("a narrower window", lambda layer: replace(layer, window=WINDOW - 1), SLIDING),
             ("causal for window", lambda layer: replace(layer, window=None), SLIDING),
             ("window for causal", lambda layer: replace(layer, window=S // 2), (GLOBAL,)),
         )
@@ -191,7 +193,7 @@ def test_that_comparison_would_notice(
 ):
     error = relative_error(oracle(change(layers[index])), outputs["sdpa"][index])
     print(error)
-    assert error > 2 * ROUNDING
+    assert error > 4 * ROUNDING
 
 
 def test_the_window_counts_the_row_itself(model: Gemma4ForCausalLM, text: bytes):
