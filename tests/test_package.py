@@ -40,7 +40,7 @@ PUBLIC_NAMES = (
 )
 
 LAYERS = (
-    ("errors",),
+    ("errors", "elementary"),
     ("memory",),
     ("visibility", "codec"),
     ("call",),

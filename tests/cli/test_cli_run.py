@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import warmattn
+from warmattn.backend import BackendStatus
 from warmattn.cli import files, run
 from warmattn.testing import assert_same_bits, make_inputs
 
@@ -234,3 +235,17 @@ def test_failed_write_leaves_the_old_result(invoke: Invoke, tmp_path: Path, monk
     assert_refused(invoke("run", file, "--out", target), 2, "No space left on device")
     assert target.read_text() == "the old result"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["call.safetensors", "result"]
+
+
+@pytest.mark.parametrize("values", ["f32", "codes8"])
+def test_named_backend_gets_the_operands_on_its_device(monkeypatch: pytest.MonkeyPatch, values: str):
+    x = make_inputs(0, S=5, T=40, D=256, values=values)
+    mask = torch.zeros(5, 40, dtype=torch.bool)
+    call = files.CallFile(x.q, x.k, x.v, warmattn.External(mask), 40, None, None)
+    status = BackendStatus(True, None, ("meta",))
+    monkeypatch.setattr(warmattn, "backends", lambda: {"far": status})
+    moved = run._on_device_of("far", call)
+    v = [moved.v.codes, moved.v.norms] if isinstance(moved.v, warmattn.CodedValues) else [moved.v]
+    assert isinstance(moved.visible, warmattn.External)
+    assert {tensor.device.type for tensor in (moved.q, moved.k, *v, moved.visible.mask)} == {"meta"}
+    assert run._on_device_of("auto", call) is call

@@ -129,7 +129,7 @@ Fault = Callable[[AttentionCall], None]
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], Target]]:
     """Register a backend that computes as the CPU's does, then applies a fault to the result."""
-    warmattn.backend.load.cache_clear()
+    warmattn.backend._load.cache_clear()
 
     def register(fault: Fault) -> Target:
         class Faulty(CpuBackend):
@@ -146,7 +146,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], Target
         return Target("faulty", "cpu")
 
     yield register
-    warmattn.backend.load.cache_clear()
+    warmattn.backend._load.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where pictures go.")] = Path(
         "demo-out"
     ),
-    tokens: Annotated[int, typer.Option(min=1, help="Bytes of the text to take, at most.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1, max=8192, help="Bytes of the text to take, at most.")] = 2048,
     save_calls: Annotated[
         bool, typer.Option("--save-calls", help="Also save each layer as a FILE for `run`.")
     ] = False,

@@ -64,7 +64,7 @@ def run(
         arguments = _arguments(call, rows)
         part, lse_part = warmattn.attention(**arguments, return_lse=True, backend=plan.backend)
         if unrotate:
-            part = warmattn.unrotate(part, signs=signs)
+            part = warmattn.unrotate(part.cpu(), signs=signs)
         result[:, :, rows], lse[:, :, rows] = part, lse_part
     seconds = time.perf_counter() - start
 
