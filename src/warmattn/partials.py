@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import NamedTuple
 
@@ -25,7 +25,11 @@ from torch import Tensor
 
 from warmattn.errors import InvalidInput
 
-__all__ = ["Exponential", "Partials", "finish", "fold", "merge", "merge_partials"]
+__all__ = ["Exponential", "Partials", "finish", "fold", "log_sum_exp", "merge", "merge_partials"]
+
+
+_LN_2 = 0.6931471805599453
+_TAYLOR = tuple(1.0 / math.factorial(k) for k in range(8, -1, -1))
 
 
 class Exponential(NamedTuple):
@@ -55,6 +59,28 @@ class Exponential(NamedTuple):
         scaled = difference * self.factor
         return scaled.exp2_() if self.binary else scaled.exp_()
 
+    @property
+    def binary_factor(self) -> float:
+        """``f`` for which the exponential of x is ``2 ** (f * x)``, in float64."""
+        return self.factor if self.binary else self.factor * math.log2(math.e)
+
+    def weight(self, difference: Tensor) -> Tensor:
+        """The exponential as the merge of splits uses it: the same bits wherever it is computed.
+
+        Library exponentials differ in their last bits between machines and vector widths. This one is float64
+        additions and products in a fixed order, one rounding each, and one rounding to the result's dtype:
+        ``2**n`` times the Taylor polynomial of degree 8 of ``exp(ln(2) * r)``, error below 1e-9, ``n + r`` the argument. A
+        kernel that follows it merges its splits to the bits of `merge`.
+        """
+        argument = (difference.double() * self.binary_factor).clamp_(min=-200.0)  # 2^-200 rounds to 0
+        whole = argument.round()
+        fraction = (argument - whole) * _LN_2
+        polynomial = torch.full_like(fraction, _TAYLOR[0])
+        for coefficient in _TAYLOR[1:]:
+            polynomial = polynomial * fraction + coefficient
+        power = ((whole.to(torch.int64) + 1023) << 52).view(torch.float64)
+        return (polynomial * power).to(difference.dtype)
+
 
 NATURAL = Exponential(1.0, False, 1.0)
 
@@ -73,14 +99,14 @@ class Partials(NamedTuple):
     accumulator: Tensor
 
 
-def fold(first: Partials, second: Partials, exponential: Exponential) -> Partials:
-    """Merge two partial results; ``second`` holds the later keys."""
+def fold(first: Partials, second: Partials, weigh: Callable[[Tensor], Tensor]) -> Partials:
+    """Merge two partial results; ``second`` holds the later keys, ``weigh`` is the exponential of a difference."""
     maximum = torch.maximum(first.maximum, second.maximum)
     # A row that has seen nothing keeps -inf; subtracting 0 there gives exp(-inf) = 0, not exp(-inf +
     # inf) = NaN.
     base = maximum.masked_fill(maximum == -math.inf, 0.0)
-    weight_1 = exponential(first.maximum - base)
-    weight_2 = exponential(second.maximum - base)
+    weight_1 = weigh(first.maximum - base)
+    weight_2 = weigh(second.maximum - base)
     return Partials(
         maximum,
         first.sum * weight_1 + second.sum * weight_2,
@@ -90,7 +116,7 @@ def fold(first: Partials, second: Partials, exponential: Exponential) -> Partial
 
 def merge(partials: Iterable[Partials], exponential: Exponential) -> Partials:
     """Merge partial results, at least one, in the order given (ascending keys)."""
-    return reduce(lambda first, second: fold(first, second, exponential), partials)
+    return reduce(lambda first, second: fold(first, second, exponential.weight), partials)
 
 
 def finish(partials: Partials, exponential: Exponential) -> tuple[Tensor, Tensor]:
@@ -100,8 +126,12 @@ def finish(partials: Partials, exponential: Exponential) -> tuple[Tensor, Tensor
     maximum, total, accumulator = partials
     saw_nothing = total == 0
     out = accumulator / total.masked_fill(saw_nothing, 1.0)[..., None]
-    lse = maximum * exponential.scale + total.log()
-    return out, lse.masked_fill(saw_nothing, -math.inf)
+    return out, log_sum_exp(maximum, total, exponential)
+
+
+def log_sum_exp(maximum: Tensor, total: Tensor, exponential: Exponential) -> Tensor:
+    """``scale * m + ln l``, −inf where a row saw nothing."""
+    return (maximum * exponential.scale + total.log()).masked_fill(total == 0, -math.inf)
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
