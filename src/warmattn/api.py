@@ -120,7 +120,7 @@ def attention(
         # The op checks when it runs, but then there is neither grad mode nor requires_grad to see.
         call.refuse_grad()
     else:
-        call.check()
+        call = call.rounded().check()
     if out is None:
         out = q.new_empty(q.shape, dtype=torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
@@ -148,18 +148,22 @@ def explain(
 
     Takes `attention`'s arguments and raises its errors.
     """
-    call = AttentionCall.of(
-        q,
-        k,
-        v,
-        visible=visible,
-        kv_len=kv_len,
-        kv_start=kv_start,
-        key_offset=key_offset,
-        scale=scale,
-        softcap=softcap,
-        out=out,
-    ).check()
+    call = (
+        AttentionCall.of(
+            q,
+            k,
+            v,
+            visible=visible,
+            kv_len=kv_len,
+            kv_start=kv_start,
+            key_offset=key_offset,
+            scale=scale,
+            softcap=softcap,
+            out=out,
+        )
+        .rounded()
+        .check()
+    )
     if return_lse:
         call = call._replace(lse=q.new_empty(q.shape[:3], dtype=torch.float32))
     return explain_call(call, select(call, backend))

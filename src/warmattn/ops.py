@@ -6,10 +6,14 @@ into the outputs it is given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from warmattn.call import AttentionCall, round_to_f32
+from warmattn.backend import select
+from warmattn.call import AttentionCall
 
 __all__ = ["attention"]
 
@@ -22,6 +26,9 @@ _LIBRARY.define(
     " Tensor(a!) out, Tensor(b!)? lse, str backend, bool checked) -> ()"
 )
 
+_LENGTHS_END = 16
+"""Arguments up to the last of the three lengths."""
+
 
 def attention(call: AttentionCall, out: Tensor, lse: Tensor | None, *, backend: str, checked: bool) -> None:
     """Run a call through the registered op, into ``out`` and ``lse``.
@@ -31,7 +38,7 @@ def attention(call: AttentionCall, out: Tensor, lse: Tensor | None, *, backend: 
         checked: the call has passed `AttentionCall.check`; otherwise the op checks it when it runs.
     """
     (*head, q_offset, kv_len, kv_start, key_offset, scale, softcap, _, _) = call
-    torch.ops.warmattn.attention.default(
+    _OP(
         *head,
         *_split(q_offset),
         *_split(kv_len),
@@ -51,46 +58,26 @@ def _split(length: int | Tensor) -> tuple[int, Tensor | None]:
     return (0, length) if isinstance(length, Tensor) else (length, None)
 
 
-def _join(length: int, lengths: Tensor | None) -> int | Tensor:
-    return length if lengths is None else lengths
-
-
-def _call(arguments: tuple) -> AttentionCall:
-    (q, k, v, norms, centroids, sf, causal, window, mask, tile_map, *rest) = arguments
-    (q_offset, q_offsets, kv_len, kv_lens, kv_start, kv_starts, key_offset, scale, softcap, out, lse) = rest
-    return AttentionCall(
-        q,
-        k,
-        v,
-        norms,
-        centroids,
-        round_to_f32(sf),
-        causal,
-        window,
-        mask,
-        tile_map,
-        _join(q_offset, q_offsets),
-        _join(kv_len, kv_lens),
-        _join(kv_start, kv_starts),
-        key_offset,
-        round_to_f32(scale),
-        round_to_f32(softcap),
-        out,
-        lse,
+def _call(arguments: Sequence[Any]) -> AttentionCall:
+    """The call that the op's arguments spell, up to ``lse``."""
+    (*head, q_offset, q_offsets, kv_len, kv_lens, kv_start, kv_starts) = arguments[:_LENGTHS_END]
+    lengths = (
+        q_offset if q_offsets is None else q_offsets,
+        kv_len if kv_lens is None else kv_lens,
+        kv_start if kv_starts is None else kv_starts,
     )
+    return AttentionCall._make((*head, *lengths, *arguments[_LENGTHS_END:]))
 
 
-def _run(*arguments) -> None:
-    from warmattn.backend import select
-
+def _run(*arguments: Any) -> None:
     *operands, backend, checked = arguments
-    call = _call(tuple(operands))
+    call = _call(operands)
     if not checked:
-        call.check()
+        call = call.rounded().check()
     select(call, backend).run(call)
 
 
-def _trace(*arguments) -> None:
+def _trace(*arguments: Any) -> None:
     _call(arguments[:-2]).check(values=False)
 
 
@@ -98,3 +85,4 @@ _LIBRARY.impl("attention", _run, "CompositeExplicitAutograd")
 # Forward only: AttentionCall refuses what requires grad, so autograd has nothing to do here.
 _LIBRARY.impl("attention", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("warmattn::attention", _trace, lib=_LIBRARY)
+_OP = torch.ops.warmattn.attention.default

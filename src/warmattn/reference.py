@@ -41,17 +41,21 @@ def attention(
     Raises:
         InvalidInput, Unsupported: as `warmattn.attention`.
     """
-    call = AttentionCall.of(
-        q,
-        k,
-        v,
-        visible=visible,
-        kv_len=kv_len,
-        kv_start=kv_start,
-        key_offset=key_offset,
-        scale=scale,
-        softcap=softcap,
-    ).check()
+    call = (
+        AttentionCall.of(
+            q,
+            k,
+            v,
+            visible=visible,
+            kv_len=kv_len,
+            kv_start=kv_start,
+            key_offset=key_offset,
+            scale=scale,
+            softcap=softcap,
+        )
+        .rounded()
+        .check()
+    )
     values = decode_values(v) if isinstance(v, CodedValues) else v
 
     out = torch.empty(call.q.shape, dtype=dtype, device=q.device)
