@@ -19,7 +19,7 @@ class CpuBackend:
     device_types = ("cpu",)
 
     def unavailable(self) -> str | None:
-        return None
+        return native.refusal()
 
     def supports(self, call: AttentionCall) -> str | None:
         device = call.q.device
@@ -30,7 +30,7 @@ class CpuBackend:
         return torch_ops.TILING if isa is None else native.tiling(isa)
 
     def build(self, key: PipelineKey, device: torch.device) -> None:
-        """Nothing to compile: every pipeline is the same torch program."""
+        """Nothing to compile: the kernels were built with the wheel, and torch operations need no building."""
 
     def run(self, call: AttentionCall) -> None:
         isa = native.selected_isa()

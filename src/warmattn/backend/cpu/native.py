@@ -7,7 +7,9 @@ OpenMP symbols resolve to the runtime that torch has loaded, so both share one p
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,10 +22,11 @@ from warmattn.call import AttentionCall
 from warmattn.errors import Unsupported
 from warmattn.partials import Exponential, Partials, log_sum_exp
 
-__all__ = ["Isa", "isas", "load_library", "run", "run_partials", "selected_isa", "tiling"]
+__all__ = ["Isa", "isas", "load_library", "refusal", "run", "run_partials", "selected_isa", "tiling"]
 
+_LOG = logging.getLogger("warmattn")
 ISA_VARIABLE = "WARMATTN_CPU_ISA"
-_LIBRARY = Path(__file__).with_name("_native.so")
+_LIBRARY = "_native.so"
 _SPLIT = 4096
 _TILES = {"amx": (32, 128), "avx512": (48, 64), "avx2": (24, 64), "neon": (12, 64), "portable": (12, 64)}
 """Rows and keys of a tile, by instruction set."""
@@ -60,6 +63,9 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("qk_dtype", "v_form", "kind", "mask_dtype", "threads")),
     )
 
+    keep: list[object]
+    """What the addresses point to and the call does not own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Isa:
@@ -78,10 +84,16 @@ class Isa:
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled library; ``None`` in an installation that was made without a compiler."""
-    if not _LIBRARY.exists():
+    """The compiled library; ``None``, said once in the log, in an installation that was made without a compiler."""
+    # An editable install keeps the library in another directory of the package's path than the sources.
+    places = [Path(directory) / _LIBRARY for directory in sys.modules[__package__].__path__]
+    path = next((place for place in places if place.exists()), None)
+    if path is None:
+        _LOG.warning(
+            "the CPU kernels were not built (no C++ compiler at install): running on torch operations, slower"
+        )
         return None
-    library = ctypes.CDLL(str(_LIBRARY))
+    library = ctypes.CDLL(str(path))
     library.warmattn_call_bytes.restype = ctypes.c_int64
     library.warmattn_isa_name.restype = library.warmattn_isa_missing.restype = ctypes.c_char_p
     library.warmattn_attend.argtypes = (ctypes.c_int, ctypes.POINTER(_Call))
@@ -98,9 +110,23 @@ def isas() -> tuple[Isa, ...]:
 
     def isa(index: int) -> Isa:
         missing = library.warmattn_isa_missing(index)
-        return Isa(index, library.warmattn_isa_name(index).decode(), None if missing is None else missing.decode())
+        return Isa(
+            index, library.warmattn_isa_name(index).decode(), None if missing is None else missing.decode()
+        )
 
     return tuple(isa(index) for index in range(library.warmattn_isa_count()))
+
+
+def refusal() -> str | None:
+    """Why the instruction set that WARMATTN_CPU_ISA names cannot run; ``None`` when it can or none is named."""
+    forced = os.environ.get(ISA_VARIABLE)
+    if forced is None:
+        return None
+    named = next((isa for isa in isas() if isa.name == forced), None)
+    if named is None:
+        built = ", ".join(isa.name for isa in isas()) or "none"
+        return f"{ISA_VARIABLE}={forced}: the compiled kernels have {built}"
+    return None if named.missing is None else f"{ISA_VARIABLE}={forced}: {named.missing}"
 
 
 @cache
@@ -110,18 +136,14 @@ def selected_isa() -> Isa | None:
     ``None`` without a library. One per process, since AMX and the others differ in bits.
 
     Raises:
-        Unsupported: the variable names one that the library does not have or this machine cannot run.
+        Unsupported: WARMATTN_CPU_ISA names one that cannot run here.
     """
+    reason = refusal()
+    if reason is not None:
+        raise Unsupported(reason)
     forced = os.environ.get(ISA_VARIABLE)
-    if forced is None:
-        return next((isa for isa in isas() if isa.missing is None), None)
-    named = next((isa for isa in isas() if isa.name == forced), None)
-    if named is None:
-        built = ", ".join(isa.name for isa in isas()) or "none"
-        raise Unsupported(f"{ISA_VARIABLE}={forced}: the compiled kernels have {built}")
-    if named.missing is not None:
-        raise Unsupported(f"{ISA_VARIABLE}={forced}: {named.missing}")
-    return named
+    usable = (isa for isa in isas() if isa.missing is None and forced in (None, isa.name))
+    return next(usable, None)
 
 
 def tiling(isa: Isa) -> Tiling:
@@ -169,15 +191,17 @@ def _exponential(call: AttentionCall) -> Exponential:
 
 
 def _describe(call: AttentionCall, exponential: Exponential) -> _Call:
-    """The call as plain C, but for its outputs. Keeps alive what it points to and the call does not own."""
+    """The call as plain C, but for its outputs."""
     native = _Call(call.B, call.H, call.Hk, call.S, call.D)
+    native.keep = []
     native.q, native.k, native.v = (_operand(tensor) for tensor in (call.q, call.k, call.v))
     native.qk_dtype, native.v_form = _DTYPES[call.q.dtype], _DTYPES[call.v.dtype]
     if call.norms is not None:
         assert call.centroids is not None
         native.norms = _operand(call.norms if call.norms.ndim == 4 else call.norms[..., None])
         centroids = call.centroids.repeat(256 // len(call.centroids))
-        native.centroids, native.keep_centroids = centroids.data_ptr(), centroids
+        native.centroids = centroids.data_ptr()
+        native.keep.append(centroids)
         native.value_scale = call.sf if call.D == 512 else 1 / call.D**0.5
 
     native.kind = _WINDOW if call.window is not None else _CAUSAL if call.causal else _FULL
@@ -191,8 +215,9 @@ def _describe(call: AttentionCall, exponential: Exponential) -> _Call:
 
     offsets = [offset - call.key_offset for offset in _per_sequence(call.q_offset, call.B)]
     lengths = (offsets, _per_sequence(call.kv_len, call.B), _per_sequence(call.kv_start, call.B))
-    native.keep_lengths = [(ctypes.c_int64 * call.B)(*values) for values in lengths]
-    native.q_offset, native.kv_len, native.kv_start = (ctypes.addressof(array) for array in native.keep_lengths)
+    arrays = [(ctypes.c_int64 * call.B)(*values) for values in lengths]
+    native.q_offset, native.kv_len, native.kv_start = (ctypes.addressof(array) for array in arrays)
+    native.keep += arrays
 
     native.scale, native.softcap = call.scale, call.softcap or 0.0
     native.merge_factor = exponential.binary_factor

@@ -86,6 +86,10 @@ class AmxEngine {
     const char* zeros;
     OddKeys odd_keys;
     int64_t tile_key0 = 0;
+    int tile_from = 0, tile_to = 0;
+    // One panel of rows reads a tile once: its tiles of bf16 are then made where they are used and stay in L1.
+    const bool lazy;
+    vf largest_centroid = set1(0.f);  // per lane; rounding keeps order, so no other centroid's product overflows before
 
   public:
     static constexpr int tile_keys = 128, max_vectors = 2;
@@ -96,7 +100,7 @@ class AmxEngine {
     static size_t bytes(int64_t D, int rows) {
         const size_t q = size_t(rows) * D * 2 * kScoreTerms, k = size_t(tile_keys) * D * 2 * kScoreTerms;
         const size_t v = size_t(tile_keys) * D * 2 * kValueTerms, p = max_vectors * tile_keys / 32 * kWeightTerms * kTile;
-        return q + k + v + p + size_t(rows) * D * 4 + 4 * kTile + D * 4 + 512;
+        return q + k + v + p + size_t(rows) * D * 4 + 8 * kTile + D * 4 + 512;
     }
 
     static void enter_thread() {
@@ -111,17 +115,21 @@ class AmxEngine {
           padded(padded),
           steps(call.D / 32),
           columns(call.D / 16),
-          values(call, block.b, block.kv_head) {
+          values(call, block.b, block.kv_head),
+          lazy(padded == 16) {
         keys = (const uint16_t*)call.k.data + block.b * call.k.batch + block.kv_head * call.k.head;
         q_tiles = arena.take<char>(padded * call.D * 2 * kScoreTerms);
         k_tiles = arena.take<char>(tile_keys * call.D * 2 * kScoreTerms);
         v_tiles = arena.take<char>(tile_keys * call.D * 2 * kValueTerms);
         p_tiles = arena.take<char>(max_vectors * tile_keys / 32 * kWeightTerms * kTile);
         accumulators = arena.take<float>(padded * call.D);
-        products = arena.take<float>(4 * kTile / 4);
+        products = arena.take<float>(2 * 4 * 256);
         float* zero_row = arena.take<float>(call.D);
         memset(zero_row, 0, call.D * sizeof(float));
         zeros = (const char*)zero_row;
+        if (Form == WA_CODES)
+            for (int i = 0; i < 256; i += W)
+                largest_centroid = max_or_second(absolute(loadu(call.centroids + i)), largest_centroid);
     }
 
     // B tiles [row / 16][step][term]: pairs of d down, rows across.
@@ -151,9 +159,13 @@ class AmxEngine {
     void clear() { memset(accumulators, 0, size_t(padded) * call.D * sizeof(float)); }
 
     void load_tile(int64_t key0, int from, int to) {
-        tile_key0 = key0;
+        tile_key0 = key0, tile_from = from, tile_to = to;
         odd_keys.clear();
         odd_values.clear();
+        if (lazy) {
+            if (any_odd_value(key0, from, to)) find_odd_values(key0, from, to);
+            return;
+        }
         if (load_keys(key0, from, to)) find_odd_keys(key0, from, to);
         if (load_values(key0, from, to)) {
             find_odd_values(key0, from, to);
@@ -165,8 +177,13 @@ class AmxEngine {
     void scores(int row, int from, int to, float* out) {
         const char* q = q_tiles + row / 16 * steps * kScoreTerms * kTile;
         int key = from;
-        if (R == 1)
+        if (R == 1 && lazy) {
+            vf odd = set1(0.f);
+            for (; key < to; key += 64) odd = fma(score_as_packed(q, key, to, out), set1(0.f), odd);
+            if (any_nan(odd)) find_odd_keys(tile_key0, tile_from, tile_to);
+        } else if (R == 1) {
             for (; key + 64 <= to; key += 64) score_64_keys(q, key, out);
+        }
         for (; key < to; key += 32) score_32_keys<R>(q, key, out);
         if (odd_keys.any()) score_odd_keys<R>(row, from, to, out);
     }
@@ -174,16 +191,20 @@ class AmxEngine {
     template <int R>
     void accumulate(int row, int from, int to, const float* weights, const float* rescale) {
         split_weights<R>(from, to, weights);
-        for (int64_t column = 0; column < columns; column += 4 / R) {
-            weigh_columns<R>(from / 32, to / 32, column);
-            for (int r = 0; r < R; r++)
-                for (int c = 0; c < 4 / R; c++) {
-                    float* acc = accumulators + ((row / 16 + r) * columns + column + c) * 256;
-                    const float* product = products + (r * (4 / R) + c) * 256;
-                    for (int i = 0; i < 16; i++)
-                        store(acc + i * 16, fma(load(acc + i * 16), set1(rescale[r * 16 + i]), load(product + i * 16)));
-                }
+        constexpr int kColumns = 4 / R;  // tiles of columns at a time
+        for (int64_t column = 0; column < columns; column += kColumns) {
+            const char* v = v_tiles + (from / 32 * columns + column) * kValueTerms * kTile;
+            int64_t group_stride = columns * kValueTerms * kTile;
+            if (lazy) {
+                pack_columns(from, to, column, kColumns);
+                v = v_tiles;
+                group_stride = kColumns * kValueTerms * kTile;
+            }
+            float* previous = column ? accumulator(row, column - kColumns) : nullptr;
+            weigh_columns<R>(from / 32, to / 32, v, group_stride, previous, rescale, column / kColumns);
         }
+        for (int quarter = 0; quarter < 4; quarter++)
+            add_products<R>(accumulator(row, columns - kColumns), rescale, quarter, columns / kColumns - 1);
     }
 
     void export_rows(float* to) {
@@ -377,6 +398,106 @@ class AmxEngine {
         _tile_stored(3, out + (key + 48) * 16, 64);
     }
 
+    // As score_64_keys, but each step's tiles are packed just before their products, into one of two small buffers.
+    // Returns a vector that is NaN where a key was not finite.
+    vf score_as_packed(const char* q, int key, int to, float* out) {
+        const int groups = smaller(4, (to - key) / 16);
+        vf odd = set1(0.f);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        pack_step(key, groups, 0, k_tiles, odd);
+        for (int64_t step = 0; step < steps; step++) {
+            const char* k = k_tiles + step % 2 * 8 * kTile;
+            if (step + 1 < steps) pack_step(key, groups, step + 1, k_tiles + (step + 1) % 2 * 8 * kTile, odd);
+#define WA_MULTIPLY(key_term, query_tile)                      \
+    _tile_loadd(4, k + (key_term) * kTile, 64);                \
+    _tile_dpbf16ps(0, 4, query_tile);                          \
+    _tile_loadd(5, k + (2 + (key_term)) * kTile, 64);          \
+    _tile_dpbf16ps(1, 5, query_tile);                          \
+    if (groups > 2) {                                          \
+        _tile_loadd(4, k + (4 + (key_term)) * kTile, 64);      \
+        _tile_dpbf16ps(2, 4, query_tile);                      \
+        _tile_loadd(5, k + (6 + (key_term)) * kTile, 64);      \
+        _tile_dpbf16ps(3, 5, query_tile);                      \
+    }
+            _tile_loadd(6, q, 64);
+            WA_MULTIPLY(0, 6);
+            if (kScoreTerms == 2) {
+                _tile_loadd(7, q + kTile, 64);
+                WA_MULTIPLY(0, 7);
+                WA_MULTIPLY(1, 7);
+                WA_MULTIPLY(1, 6);
+            }
+#undef WA_MULTIPLY
+            q += kScoreTerms * kTile;
+        }
+        _tile_stored(0, out + key * 16, 64);
+        _tile_stored(1, out + (key + 16) * 16, 64);
+        if (groups > 2) {
+            _tile_stored(2, out + (key + 32) * 16, 64);
+            _tile_stored(3, out + (key + 48) * 16, 64);
+        }
+        return odd;
+    }
+
+    // Tiles [key / 16][term] of one step, for `groups` x 16 keys; the term's place is fixed at two a group.
+    WA_INLINE_MEMBER void pack_step(int key, int groups, int64_t step, char* to, vf& odd) {
+        for (int k = 0; k < groups * 16; k++) {
+            const bool inside = tile_from <= key + k && key + k < tile_to;
+            const uint16_t* row = inside ? keys + (tile_key0 + key + k) * call.k.row : (const uint16_t*)zeros;
+            // The same line of a key two packs of 64 on: the rows are too far apart for the hardware to guess.
+            _mm_prefetch((const char*)(row + (inside ? 128 * call.k.row : 0) + step * 32), _MM_HINT_T1);
+            vf low = widen<QkDtype>(row + step * 32), high = widen<QkDtype>(row + step * 32 + 16);
+            odd = fma(low, set1(0.f), fma(high, set1(0.f), odd));
+            for (int t = 0; t < kScoreTerms; t++) {
+                _mm512_store_si512(to + (k / 16 * 2 + t) * kTile + k % 16 * 64, upper_halves(low, high));
+                low = rest(low), high = rest(high);
+            }
+        }
+    }
+
+    // Tiles [key / 32][column][term] of a few columns, for all keys of the tile.
+    WA_INLINE_MEMBER void pack_columns(int from, int to, int64_t column0, int count) {
+        for (int k = from; k < to; k += 2) {
+            const char* rows[2];
+            float weights[2];
+            for (int j = 0; j < 2; j++) {
+                const bool inside = tile_from <= k + j && k + j < tile_to && !odd_values.has(k + j);
+                rows[j] = inside ? values.row(tile_key0 + k + j) : zeros;
+                weights[j] = inside ? values.weight(tile_key0 + k + j, column0 / 16) : 0.f;
+            }
+            char* tile = v_tiles + (k - from) / 32 * count * kValueTerms * kTile + k % 32 / 2 * 64;
+            for (int c = 0; c < count; c++) {
+                vf even = values.values(rows[0], (column0 + c) * 16, weights[0]);
+                vf later = values.values(rows[1], (column0 + c) * 16, weights[1]);
+                for (int t = 0; t < kValueTerms; t++) {
+                    _mm512_store_si512(tile + (c * kValueTerms + t) * kTile, interleave_upper(even, later));
+                    even = rest(even), later = rest(later);
+                }
+            }
+        }
+    }
+
+    // Whether a value of these keys is not finite. It also brings the rows near, the next tile's included.
+    bool any_odd_value(int64_t key0, int from, int to) {
+        vf odd = set1(0.f);
+        for (int k = from; k < to; k++) {
+            const char* row = values.row(key0 + k);
+            if (Form == WA_CODES) {
+                for (int64_t block = 0; block < (call.D + 255) / 256; block++)
+                    odd = fma(largest_centroid * set1(values.weight(key0 + k, block)), set1(0.f), odd);
+            } else {
+                for (int64_t d = 0; d < call.D; d += W) odd = fma(values.values(row, d, 1.f), set1(0.f), odd);
+            }
+            const char* ahead = row + tile_keys * values.stride;
+            for (int64_t byte = 0; byte < call.D * ValueRows<Form>::element_bytes; byte += 64)
+                _mm_prefetch(ahead + byte, _MM_HINT_T1);
+        }
+        return any_nan(odd);
+    }
+
     // A tiles [row / 16][key / 32][term]: rows down, keys across.
     template <int R>
     void split_weights(int from, int to, const float* weights) {
@@ -399,18 +520,33 @@ class AmxEngine {
             }
     }
 
-    // products = P . V over groups of 32 keys, for R x 16 rows and 4 / R tiles of 16 columns.
+    float* accumulator(int row, int64_t column) { return accumulators + (row / 16 * columns + column) * 256; }
+
+    // A quarter of: acc = acc * rescale + products, for the four tiles that weigh_columns left in its turn.
     template <int R>
-    WA_INLINE_MEMBER void weigh_columns(int group, int end, int64_t column) {
+    WA_INLINE_MEMBER void add_products(float* acc, const float* rescale, int quarter, int64_t turn) {
+        const int r = R == 2 ? quarter / 2 : 0, c = R == 2 ? quarter % 2 : quarter;
+        acc += (r * columns + c) * 256;
+        const float* product = products + (turn % 2 * 4 + quarter) * 256;
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++)
+            store(acc + i * 16, fma(load(acc + i * 16), set1(rescale[r * 16 + i]), load(product + i * 16)));
+    }
+
+    // products = P . V over groups of 32 keys, for R x 16 rows and 4 / R tiles of 16 columns. Meanwhile the vector unit
+    // adds the products of the turn before to their accumulators, `previous`.
+    template <int R>
+    WA_INLINE_MEMBER void weigh_columns(int group, int end, const char* v, int64_t group_stride, float* previous,
+                                        const float* rescale, int64_t turn) {
         constexpr int kStride = kValueTerms * kTile;
+        int quarter = previous ? 0 : 4;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (; group < end; group++) {
+        for (; group < end; group++, v += group_stride) {
             const char* p0 = p_tiles + group * kWeightTerms * kTile;
             const char* p1 = p0 + tile_keys / 32 * kWeightTerms * kTile;
-            const char* v = v_tiles + (group * columns + column) * kStride;
 // Two panels of rows: 2 x 2 tiles. One panel: 1 x 4, with the columns' tiles passing through 6 and 7.
 #define WA_LOAD_WEIGHTS(term)                    \
     _tile_loadd(4, p0 + (term) * kTile, 64);     \
@@ -436,7 +572,8 @@ class AmxEngine {
         _tile_loadd(7, v + 3 * kStride + (term) * kTile, 64); \
         _tile_dpbf16ps(3, 4, 7);                              \
     }
-            const char* next = v + columns * kStride;
+            const char* next = v + group_stride;
+            if (quarter < 4) add_products<R>(previous, rescale, quarter++, turn - 1);
             WA_LOAD_WEIGHTS(0);
             if (kValueTerms == 3) {
                 WA_LOAD_VALUES(2);
@@ -466,10 +603,12 @@ class AmxEngine {
 #undef WA_LOAD_VALUES
 #undef WA_MULTIPLY
         }
-        _tile_stored(0, products, 64);
-        _tile_stored(1, products + 256, 64);
-        _tile_stored(2, products + 512, 64);
-        _tile_stored(3, products + 768, 64);
+        while (quarter < 4) add_products<R>(previous, rescale, quarter++, turn - 1);
+        float* to = products + turn % 2 * 1024;
+        _tile_stored(0, to, 64);
+        _tile_stored(1, to + 256, 64);
+        _tile_stored(2, to + 512, 64);
+        _tile_stored(3, to + 768, 64);
     }
 };
 

@@ -34,6 +34,8 @@ const char* avx512_missing() {
     return has ? avx2_missing() : "the CPU lacks AVX-512 F, BW, VL or DQ";
 }
 
+#if defined(WA_BUILD_AMX)
+
 const char* amx_missing() {
     if (avx512_missing()) return avx512_missing();
     if (!__builtin_cpu_supports("avx512vbmi")) return "the CPU lacks AVX-512 VBMI";
@@ -49,6 +51,7 @@ const char* amx_missing() {
 #endif
 }
 
+#endif
 #endif
 
 struct Isa {

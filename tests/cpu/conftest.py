@@ -1,0 +1,25 @@
+"""The compiled kernels under test: every instruction set that this machine can run, one parameter each."""
+
+from __future__ import annotations
+
+import pytest
+
+from warmattn.backend.cpu import native
+from warmattn.backend.cpu.native import Isa
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "isa" in metafunc.fixturenames:
+        usable = [isa for isa in native.isas() if isa.missing is None]
+        metafunc.parametrize("isa", usable, ids=[isa.name for isa in usable])
+
+
+@pytest.fixture(autouse=True)
+def _built() -> None:
+    """These tests are about the library; an installation without one is tested in tests/test_cpu_fallback.py."""
+    assert native.load_library() is not None, "build the library first: make native"
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest) -> Isa:
+    return request.param
