@@ -1,11 +1,12 @@
-"""Time the CPU kernels against the best f32 attention that a careful user of torch could set up, in one interleaved run.
+"""Time the CPU kernels against the best f32 attention that a careful user of torch could set up, interleaved.
 
-    python benchmarks/cpu.py [--rounds 15] [--forms f16 codes8] [--flex] [--isas amx avx512] [--out results/cpu.json]
+    python benchmarks/cpu.py [--json] [--rounds 15] [--forms f16 codes8] [--flex] [--isas amx avx512 avx2]
 
-Every round times each contender once, in turn, so that a busy moment hits all of them; the figure of a contender is its
-median over the rounds, and the ratio is of medians. The peers get what a careful user would give them: operands already
-widened to f32 (not timed), keys sliced to the visible range, and GQA heads packed as rows or expanded, whichever is
-faster. Each instruction set runs in a process of its own, since one is chosen per process.
+Every round times each contender once, in turn, so that a busy moment hits all of them; the figure of a
+contender is its median over the rounds, and the ratio is of medians. The peers get what a careful user would
+give them: operands already widened to f32 (not timed), keys sliced to the visible range, and GQA heads packed
+as rows or expanded, whichever is faster. Each instruction set runs in a process of its own, since one is
+chosen per process; AVX2 is set against torch restricted to AVX2.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from _recording import save
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -35,7 +35,7 @@ SEED = 20250
 
 
 def peers(work: Workload, q: Tensor, k: Tensor, v: Tensor, *, flex: bool) -> dict[str, Callable[[], Tensor]]:
-    """Ways to set up f32 attention in torch over ``[1, heads, rows, D]`` operands; each call gives ``[1, H, S, D]``."""
+    """f32 attention in torch over ``[1, heads, rows, D]`` operands, set up in every sensible way."""
     group = work.heads // work.kv_heads
     first = 0 if work.window is None else max(0, work.q_offset - work.window + 1)
     q, k, v = q.float(), k[:, :, first : work.keys].float(), v[:, :, first : work.keys].float()
@@ -157,7 +157,7 @@ def table(results: dict[str, list[dict]]) -> str:
             lines.append(f"{isa:9}{row['workload']:32}{best[0]:8.2f} ms{row['error'][best[1]]:9.1e}   {ours}")
             ratios.append(row["ratio_to_best_sdpa"]["warmattn f16"])
         lines.append(
-            f"{isa:9}geometric mean of f16: {statistics.geometric_mean(ratios):.2f}x, least {min(ratios):.2f}x"
+            f"{isa:9}f16: geometric mean {statistics.geometric_mean(ratios):.2f}x, least {min(ratios):.2f}x"
         )
     return "\n".join(lines)
 
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument(
         "--flex", action="store_true", help="also FlexAttention (compiles a kernel per shape)"
     )
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", action="store_true", help="publish in benchmarks/results/cpu.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -186,18 +186,8 @@ def main() -> None:
         return
     results = {isa: in_process(isa, arguments) for isa in arguments.isas}
     print(table(results))
-    if arguments.out:
-        machine = {
-            "cpu": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "load_after": os.getloadavg(),
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(
-            json.dumps({"machine": machine, "seed": SEED, "results": results}, indent=1) + "\n"
-        )
-        arguments.out.with_suffix(".txt").write_text(table(results) + "\n")
+    if arguments.json:
+        save("cpu", {"seed": SEED, "load": os.getloadavg(), "results": results})
 
 
 if __name__ == "__main__":

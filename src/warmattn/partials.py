@@ -69,8 +69,8 @@ class Exponential(NamedTuple):
 
         Library exponentials differ in their last bits between machines and vector widths. This one is float64
         additions and products in a fixed order, one rounding each, and one rounding to the result's dtype:
-        ``2**n`` times the Taylor polynomial of degree 8 of ``exp(ln(2) * r)``, error below 1e-9, ``n + r`` the argument. A
-        kernel that follows it merges its splits to the bits of `merge`.
+        ``2**n`` times the Taylor polynomial of degree 8 of ``exp(ln(2) * r)``, error below 1e-9, where
+        ``n + r`` is the argument. A kernel that follows it merges its splits to the bits of `merge`.
         """
         argument = (difference.double() * self.binary_factor).clamp_(min=-200.0)  # 2^-200 rounds to 0
         whole = argument.round()
@@ -100,7 +100,7 @@ class Partials(NamedTuple):
 
 
 def fold(first: Partials, second: Partials, weigh: Callable[[Tensor], Tensor]) -> Partials:
-    """Merge two partial results; ``second`` holds the later keys, ``weigh`` is the exponential of a difference."""
+    """Merge two partial results; ``second`` holds the later keys, ``weigh`` exponentiates a difference."""
     maximum = torch.maximum(first.maximum, second.maximum)
     # A row that has seen nothing keeps -inf; subtracting 0 there gives exp(-inf) = 0, not exp(-inf +
     # inf) = NaN.

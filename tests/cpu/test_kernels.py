@@ -1,4 +1,4 @@
-"""The compiled kernels by what they must give: accuracy, bits, poison, and strides, on every instruction set."""
+"""The compiled kernels by what they must give: accuracy, bits, poison, strides; on every instruction set."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_strided_operands_and_capacity(isa: Isa) -> None:
     expected = attend(isa, inputs.q, inputs.k, coded, Causal(T - S), kv_len=T)
 
     def scattered(tensor: torch.Tensor) -> torch.Tensor:
-        """The same values, heads inside rows, and every other row and element skipped where that is allowed."""
+        """The same values, heads inside rows, every other row skipped."""
         wide = torch.empty(
             tensor.shape[0], tensor.shape[2] * 2, tensor.shape[1], tensor.shape[3], dtype=tensor.dtype
         )

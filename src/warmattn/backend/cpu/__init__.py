@@ -13,7 +13,7 @@ __all__ = ["BACKEND", "CpuBackend"]
 
 
 class CpuBackend:
-    """Attention on the CPU: the compiled kernels, or tiled torch operations in an installation without them."""
+    """Attention on the CPU: the compiled kernels, or tiled torch operations where they were not built."""
 
     name = "cpu"
     device_types = ("cpu",)
@@ -30,7 +30,7 @@ class CpuBackend:
         return torch_ops.TILING if isa is None else native.tiling(isa)
 
     def build(self, key: PipelineKey, device: torch.device) -> None:
-        """Nothing to compile: the kernels were built with the wheel, and torch operations need no building."""
+        """Nothing to compile: the kernels came with the wheel, and torch operations need no building."""
 
     def run(self, call: AttentionCall) -> None:
         isa = native.selected_isa()

@@ -1,7 +1,7 @@
 """The compiled kernels: what the library offers on this machine, and a call's way into it through plain C.
 
-The library is built with the wheel (see ``native/``). It has no torch ABI: operands go in as addresses and strides. Its
-OpenMP symbols resolve to the runtime that torch has loaded, so both share one pool of threads.
+The library is built with the wheel (see ``native/``). It has no torch ABI: operands go in as addresses and
+strides. Its OpenMP symbols resolve to the runtime that torch has loaded, so both share one pool of threads.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Isa:
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled library; ``None``, said once in the log, in an installation that was made without a compiler."""
+    """The compiled library; ``None``, said once in the log, where none was built (no compiler)."""
     # An editable install keeps the library in another directory of the package's path than the sources.
     places = [Path(directory) / _LIBRARY for directory in sys.modules[__package__].__path__]
     path = next((place for place in places if place.exists()), None)
@@ -118,7 +118,7 @@ def isas() -> tuple[Isa, ...]:
 
 
 def refusal() -> str | None:
-    """Why the instruction set that WARMATTN_CPU_ISA names cannot run; ``None`` when it can or none is named."""
+    """Why the instruction set named by WARMATTN_CPU_ISA cannot run; ``None`` when it can or none is named."""
     forced = os.environ.get(ISA_VARIABLE)
     if forced is None:
         return None
@@ -131,7 +131,7 @@ def refusal() -> str | None:
 
 @cache
 def selected_isa() -> Isa | None:
-    """The instruction set of this process: the one that WARMATTN_CPU_ISA names, else the fastest that can run.
+    """The instruction set of this process: the one named by WARMATTN_CPU_ISA, else the fastest that can run.
 
     ``None`` without a library. One per process, since AMX and the others differ in bits.
 
