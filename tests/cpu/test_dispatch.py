@@ -1,4 +1,4 @@
-"""Which kernels a process runs: the forced one, the fastest that can run, or torch operations without a library."""
+"""Which kernels a process runs: the forced one, the fastest that can run, or torch operations without any."""
 
 from __future__ import annotations
 
