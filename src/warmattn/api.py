@@ -113,14 +113,14 @@ def attention(
         softcap=softcap,
         out=out,
     )
-    if not isinstance(backend, str):
-        raise InvalidInput("backend", expected="a str", got=backend)
     tracing = torch.compiler.is_compiling()
     if tracing:
         # The op checks when it runs, but then there is neither grad mode nor requires_grad to see.
         call.refuse_grad()
     else:
         call = call.rounded().check()
+    if backend != "auto":
+        load(backend)  # names what the op's schema could not: a backend that does not exist
     if out is None:
         out = q.new_empty(q.shape, dtype=torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
@@ -205,8 +205,11 @@ def prewarm(
             op="prewarm",
             reason=str(error),
         ) from None
-    where = torch.device("cpu" if device is None else device)
-    chosen = load(_first_for(where) if backend == "auto" else backend)
+    try:
+        where = torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        raise InvalidInput("device", expected="a device of torch", got=device, op="prewarm") from error
+    chosen = load(_first_for(where) if backend == "auto" else backend, op="prewarm")
     if where.type not in chosen.device_types:
         raise Unsupported(f"backend {chosen.name!r} does not run on {where}", op="prewarm")
     reason = chosen.unavailable()

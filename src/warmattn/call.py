@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from warmattn.codec.values import HEAD_DIMS, CodedValues, norm_blocks
 from warmattn.errors import InvalidInput, Unsupported
@@ -96,6 +97,8 @@ class AttentionCall(NamedTuple):
             causal, q_offset = True, visible.q_offset
         elif isinstance(visible, Window):
             causal, window, q_offset = True, visible.window, visible.q_offset
+            if window is None:
+                raise InvalidInput("window", expected="an int >= 1", got=None)
         elif isinstance(visible, External):
             mask, tile_map = visible.mask, visible.tile_map
             if mask is None:
@@ -181,6 +184,7 @@ class AttentionCall(NamedTuple):
             InvalidInput: everything else, naming operand, expected and got.
         """
         q, k, scale, softcap, window = self.q, self.k, self.scale, self.softcap, self.window
+        values = values and not isinstance(q, FakeTensor)
         for name, tensor in (("q", q), ("k", k), ("v", self.v)):
             if not isinstance(tensor, Tensor):
                 raise InvalidInput(name, expected="a tensor", got=type(tensor).__name__)
@@ -226,7 +230,8 @@ class AttentionCall(NamedTuple):
             raise InvalidInput("key_offset", expected=f"<= {LARGEST_POSITION}", got=self.key_offset)
 
         self._check_devices()
-        for name, tensor in (("q", q), ("k", k), ("v", self.v), ("out", self.out)):
+        v_name = "v.codes" if self.coded else "v"
+        for name, tensor in (("q", q), ("k", k), (v_name, self.v), ("out", self.out)):
             if tensor is not None and tensor.stride(3) != 1:
                 expected = "the last axis (D) contiguous, stride 1"
                 raise InvalidInput(name, expected=expected, got=f"strides {tensor.stride()}")
@@ -238,8 +243,10 @@ class AttentionCall(NamedTuple):
 
     def refuse_grad(self) -> None:
         """Raise where an operand requires grad while grad is on: the kernels are forward only."""
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self._inputs()):
-            name = next(n for n, t in self._named_inputs() if t.requires_grad)
+        operands = (*self._inputs(), self.out)
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in operands):
+            named = [*self._named_inputs(), ("out", self.out)]
+            name = next(n for n, t in named if isinstance(t, Tensor) and t.requires_grad)
             raise Unsupported(f"{name} requires grad: forward only, use torch.no_grad()")
 
     def _inputs(self) -> tuple[Tensor | None, ...]:
@@ -362,8 +369,9 @@ class AttentionCall(NamedTuple):
         if repeats_memory(output):
             expected = "distinct memory for every element"
             raise InvalidInput(name, expected=expected, got=f"strides {output.stride()}")
-        for other, tensor in self._named_inputs():
-            if overlap(output, tensor):
+        lengths = (("q_offset", self.q_offset), ("kv_len", self.kv_len), ("kv_start", self.kv_start))
+        for other, tensor in (*self._named_inputs(), *lengths):
+            if isinstance(tensor, Tensor) and overlap(output, tensor):
                 raise InvalidInput(name, expected="memory of its own", got=f"memory that overlaps {other}")
 
 
@@ -403,7 +411,11 @@ def _is_number(value: Any) -> bool:
 
 def _to_f32(value: Any) -> Any:
     """What is not a plain number is left to the checks."""
-    return ctypes.c_float(value).value if type(value) in (float, int) else value
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) >= 2**128:  # too large for a C double, perhaps
+        return math.inf if value > 0 else -math.inf
+    return ctypes.c_float(value).value
 
 
 def _bound(window: Any) -> Any:

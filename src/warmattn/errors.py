@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 __all__ = ["InvalidInput", "Unsupported"]
 
 
@@ -31,7 +33,12 @@ class InvalidInput(ValueError):
             op,
             reason,
         )
-        super().__init__(f"{op}: {operand}: {reason or f'expected {expected}, got {got}'}")
+        self.args = (f"{op}: {operand}: {reason or f'expected {expected}, got {got}'}",)
+
+    def __reduce__(self) -> tuple[partial, tuple[str]]:
+        """Errors cross process borders; the default would call the class with its message alone."""
+        rest = {"expected": self.expected, "got": self.got, "op": self.op, "reason": self.reason}
+        return partial(type(self), **rest), (self.operand,)
 
 
 class Unsupported(NotImplementedError):
@@ -43,4 +50,7 @@ class Unsupported(NotImplementedError):
 
     def __init__(self, reason: str, *, op: str = "attention") -> None:
         self.reason, self.op = reason, op
-        super().__init__(f"{op}: {reason}")
+        self.args = (f"{op}: {reason}",)
+
+    def __reduce__(self) -> tuple[partial, tuple[str]]:
+        return partial(type(self), op=self.op), (self.reason,)

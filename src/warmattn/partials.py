@@ -23,13 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from warmattn.elementary import exp2, log
 from warmattn.errors import InvalidInput
 
 __all__ = ["Exponential", "Partials", "finish", "fold", "log_sum_exp", "merge", "merge_partials"]
-
-
-_LN_2 = 0.6931471805599453
-_TAYLOR = tuple(1.0 / math.factorial(k) for k in range(8, -1, -1))
 
 
 class Exponential(NamedTuple):
@@ -50,6 +47,7 @@ class Exponential(NamedTuple):
         """D = 512 uses ``exp`` and the scale itself; smaller D ``exp2`` and ``fl32(fl32(scale) * fl32(log2
         e))``.
         """
+        scale = ctypes.c_float(scale).value
         if head_dim == 512:
             return cls(scale, False, scale)
         log2_e = ctypes.c_float(math.log2(math.e)).value
@@ -65,21 +63,8 @@ class Exponential(NamedTuple):
         return self.factor if self.binary else self.factor * math.log2(math.e)
 
     def weight(self, difference: Tensor) -> Tensor:
-        """The exponential as the merge of splits uses it: the same bits wherever it is computed.
-
-        Library exponentials differ in their last bits between machines and vector widths. This one is float64
-        additions and products in a fixed order, one rounding each, and one rounding to the result's dtype:
-        ``2**n`` times the Taylor polynomial of degree 8 of ``exp(ln(2) * r)``, error below 1e-9, where
-        ``n + r`` is the argument. A kernel that follows it merges its splits to the bits of `merge`.
-        """
-        argument = (difference.double() * self.binary_factor).clamp_(min=-200.0)  # 2^-200 rounds to 0
-        whole = argument.round()
-        fraction = (argument - whole) * _LN_2
-        polynomial = torch.full_like(fraction, _TAYLOR[0])
-        for coefficient in _TAYLOR[1:]:
-            polynomial = polynomial * fraction + coefficient
-        power = ((whole.to(torch.int64) + 1023) << 52).view(torch.float64)
-        return (polynomial * power).to(difference.dtype)
+        """The exponential as the merge uses it: the same bits wherever it is computed."""
+        return exp2(difference.double() * self.binary_factor).to(difference.dtype)
 
 
 NATURAL = Exponential(1.0, False, 1.0)
@@ -131,7 +116,8 @@ def finish(partials: Partials, exponential: Exponential) -> tuple[Tensor, Tensor
 
 def log_sum_exp(maximum: Tensor, total: Tensor, exponential: Exponential) -> Tensor:
     """``scale * m + ln l``, −inf where a row saw nothing."""
-    return (maximum * exponential.scale + total.log()).masked_fill(total == 0, -math.inf)
+    logarithm = log(total.double()).to(total.dtype)
+    return (maximum * exponential.scale + logarithm).masked_fill(total == 0, -math.inf)
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

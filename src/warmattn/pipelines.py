@@ -7,6 +7,7 @@ same in profilers, logs, errors and ``warmattn info``.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _ALIGNMENT = {64: (32, 16), 128: (32, 16), 256: (PRECISE_D256_BQ, PRECISE_D256_B
 
 _FORMS = {"f32": "v32", "f16": "v16", "codes": "vcodes"}
 _KINDS = ("external", "external+map", "window", "causal")
+_ROUTES = tuple(itertools.product(_FORMS, _KINDS))
 
 _EXTRAS = {
     "window": 310,  # at D = 512, where it is not one of the constants
@@ -134,9 +136,9 @@ def prewarm_keys(sliding: tuple[str, str] | None, global_: str | None) -> list[P
     Raises:
         ValueError: an unknown form or kind. (`warmattn.prewarm` turns it into `InvalidInput`.)
     """
-    if sliding is not None and (sliding[0] not in _FORMS or sliding[1] not in _KINDS):
-        raise ValueError(f"sliding: expected (form, kind) of {(*_FORMS,)} and {_KINDS}, got {sliding}")
-    if global_ is not None and global_ not in _FORMS:
+    if sliding is not None and sliding not in _ROUTES:
+        raise ValueError(f"sliding: expected (form, kind) of {(*_FORMS,)} and {_KINDS}, got {sliding!r}")
+    if global_ is not None and global_ not in tuple(_FORMS):
         raise ValueError(f"global_: expected one of {(*_FORMS,)}, got {global_!r}")
     keys = []
     for align_q in (False, True):
@@ -198,14 +200,18 @@ class Registry:
             lock = self._locks.setdefault(entry, threading.Lock())
         with lock:
             if entry not in self._built:
-                self._status[entry] = "building"
+                self._note(entry, "building")
                 try:
                     self._built[entry] = build(key)
                 except BaseException:
-                    self._status[entry] = "failed"
+                    self._note(entry, "failed")
                     raise
-                self._status[entry] = "ready"
+                self._note(entry, "ready")
             return self._built[entry]
+
+    def _note(self, entry: tuple[str, str, PipelineKey], status: Status) -> None:
+        with self._guard:  # or `status` would find its dictionary changed under it
+            self._status[entry] = status
 
     def status(self) -> dict[tuple[str, str, str], Status]:
         """``{(backend, device, label): "building" | "ready" | "failed"}``."""

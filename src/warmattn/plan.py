@@ -29,7 +29,8 @@ class Explanation:
             upper bound.
         flops: ``4 * pairs * D``: one multiplication and one addition per pair and element, for Q·K and for
             P·V.
-        bytes: least memory traffic: each operand's visible part read once, each output written once.
+        bytes: least memory traffic: q, the mask and every row of k and v that some row sees read once, each
+            output written once; with lengths that lie on a GPU, an upper bound.
     """
 
     label: str
@@ -63,10 +64,7 @@ def visible_pairs(call: AttentionCall) -> int:
     for b in range(call.B):
         start, end = _host(call.kv_start, b, 0), _host(call.kv_len, b, call.C)
         if call.mask is not None:
-            mask = call.mask if call.mask.ndim == 4 else call.mask[None, None]
-            plane = mask[b % mask.shape[0], :, :, start:end]
-            seen = plane if plane.dtype == torch.bool else plane > HIDDEN_AT
-            total += int(seen.sum()) * (call.H // mask.shape[1])
+            total += int(_shown(call.mask, b, start, end).expand(call.H, -1, -1).sum())
             continue
         if not call.causal:
             total += call.H * call.S * max(0, end - start)
@@ -80,21 +78,34 @@ def visible_pairs(call: AttentionCall) -> int:
     return total
 
 
+def _shown(mask: Tensor, b: int, start: int, end: int) -> Tensor:
+    """bool ``[1 or H, S, end - start]``: what a mask shows of sequence b's keys."""
+    planes = mask if mask.ndim == 4 else mask[None, None]
+    cells = planes[b % planes.shape[0], :, :, start:end]
+    return cells if cells.dtype == torch.bool else cells > HIDDEN_AT
+
+
 def _bytes(call: AttentionCall) -> int:
-    keys = 0
+    key_rows = 0
     for b in range(call.B):
         start, end = _host(call.kv_start, b, 0), _host(call.kv_len, b, call.C)
+        if call.mask is not None:
+            by_head = _shown(call.mask, b, start, end).any(dim=1).expand(call.H, -1)
+            key_rows += int(by_head.unflatten(0, (call.Hk, call.group)).any(dim=1).sum())
+            continue
         if call.causal:
             position = _host(call.q_offset, b, call.C) - call.key_offset
             end = min(end, position + call.S)
             if call.window is not None:
                 start = max(start, position - call.window + 1)
-        keys += max(0, end - start)
+        key_rows += call.Hk * max(0, end - start)
     value_row = call.D * call.v.element_size() + (4 * max(1, call.D // 256) if call.coded else 0)
-    key_rows = keys * call.Hk * (call.D * call.k.element_size() + value_row)
-    out_rows = call.B * call.H * call.S * (4 * call.D + (4 if call.lse is not None else 0))
+    operands = (
+        key_rows * (call.D * call.k.element_size() + value_row) + call.q.numel() * call.q.element_size()
+    )
     mask = 0 if call.mask is None else call.mask.numel() * call.mask.element_size()
-    return key_rows + out_rows + mask + call.q.numel() * call.q.element_size()
+    outputs = call.B * call.H * call.S * (4 * call.D + (4 if call.lse is not None else 0))
+    return operands + mask + outputs
 
 
 def _host(length: int | Tensor, b: int, otherwise: int) -> int:

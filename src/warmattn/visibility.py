@@ -112,8 +112,9 @@ def tile_map(mask: Tensor) -> Tensor:
     Raises:
         InvalidInput: another dtype or rank, or an empty mask.
     """
-    if mask.dtype not in (torch.float16, torch.bool):
-        raise InvalidInput("mask", expected="float16 or bool", got=mask.dtype, op="tile_map")
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.float16, torch.bool):
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise InvalidInput("mask", expected="float16 or bool", got=got, op="tile_map")
     if mask.ndim not in (2, 4) or mask.numel() == 0:
         expected = "[S, T] or [B or 1, H or 1, S, T], no axis empty"
         raise InvalidInput("mask", expected=expected, got=list(mask.shape), op="tile_map")

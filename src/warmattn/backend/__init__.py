@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from warmattn.call import AttentionCall
-from warmattn.errors import Unsupported
+from warmattn.errors import InvalidInput, Unsupported
 from warmattn.partials import Partials
 from warmattn.pipelines import PipelineKey
 
@@ -91,15 +91,23 @@ _TABLE = {"cpu": "warmattn.backend.cpu"}
 """Modules by backend name, in the order "auto" tries them; each holds its backend as ``BACKEND``."""
 
 
-@cache
-def load(name: str) -> Backend:
+def load(name: str, *, op: str = "attention") -> Backend:
     """The backend of that name.
 
     Raises:
         Unsupported: there is no such backend.
+        InvalidInput: the name is no string.
     """
+    if not isinstance(name, str):
+        raise InvalidInput("backend", expected="a str", got=name, op=op)
     if name not in _TABLE:
-        raise Unsupported(f"backend {name!r} does not exist: expected 'auto' or one of {', '.join(_TABLE)}")
+        known = ", ".join(_TABLE)
+        raise Unsupported(f"backend {name!r} does not exist: expected 'auto' or one of {known}", op=op)
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Backend:
     return importlib.import_module(_TABLE[name]).BACKEND
 
 

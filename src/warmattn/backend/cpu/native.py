@@ -161,7 +161,7 @@ def run(isa: Isa, call: AttentionCall) -> None:
     if call.lse is None:
         _attend(isa, native)
         return
-    maximum, total = (torch.empty(call.q.shape[:3]) for _ in range(2))
+    maximum, total = (call.q.new_empty(call.q.shape[:3], dtype=torch.float32) for _ in range(2))
     native.maximum, native.sum = maximum.data_ptr(), total.data_ptr()
     _attend(isa, native)
     call.lse.copy_(log_sum_exp(maximum, total, exponential))
@@ -172,7 +172,10 @@ def run_partials(isa: Isa, call: AttentionCall) -> SplitPartials:
     native = _describe(call, _exponential(call))
     first, end = _visible_splits(call)
     shape = (end - first, *call.q.shape)
-    partials = Partials(torch.full(shape[:-1], -torch.inf), torch.zeros(shape[:-1]), torch.zeros(shape))
+    maximum, total, accumulator = (
+        call.q.new_zeros(size, dtype=torch.float32) for size in (shape[:-1], shape[:-1], shape)
+    )
+    partials = Partials(maximum.fill_(-torch.inf), total, accumulator)
     native.first_split, native.splits = first, end - first
     native.maximum, native.sum, native.accumulator = (part.data_ptr() for part in partials)
     _attend(isa, native)

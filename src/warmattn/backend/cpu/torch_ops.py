@@ -28,31 +28,29 @@ _CHAIN = 128
 """Longest chain of products summed into one score: shorter chains round less."""
 
 
+@torch.autocast("cpu", enabled=False)
 def run(call: AttentionCall) -> None:
     """Write ``call.out`` and ``call.lse``, one block of packed rows after the other."""
     assert call.out is not None
     for block in _blocks(call):
-        splits = block.splits
-        if splits:
-            total = merge((block.attend(split) for split in splits), block.exponential)
-            out, lse = finish(total, block.exponential)
-        else:
-            out, lse = torch.zeros(block.q.shape), torch.full((TILING.rows,), -math.inf)
+        partials = (block.attend(split) for split in block.splits)
+        out, lse = finish(merge(partials, block.exponential), block.exponential)
         index = (block.b, block.heads, block.rows)
         call.out[index] = out[: block.size]
         if call.lse is not None:
             call.lse[index] = lse[: block.size]
 
 
+@torch.autocast("cpu", enabled=False)
 def run_partials(call: AttentionCall) -> SplitPartials:
     """Partial results per split, for the splits that any row of the call sees a key of (at least one)."""
     blocks = list(_blocks(call))
-    first = min((block.splits.start for block in blocks if block.splits), default=0)
-    end = max((block.splits.stop for block in blocks if block.splits), default=1)
-    shape = (end - first, *call.q.shape)
-    partials = Partials(torch.full(shape[:-1], -math.inf), torch.zeros(shape[:-1]), torch.zeros(shape))
+    seen = [block.splits for block in blocks if block.start < block.end] or [range(1)]
+    first = min(splits.start for splits in seen)
+    shape = (max(splits.stop for splits in seen) - first, *call.q.shape)
+    partials = _empty(shape)
     for block in blocks:
-        for split in block.splits:
+        for split in block.splits if block.start < block.end else ():
             index = (split - first, block.b, block.heads, block.rows)
             for whole, part in zip(partials, block.attend(split), strict=True):
                 whole[index] = part[: block.size]
@@ -63,7 +61,7 @@ def _blocks(call: AttentionCall) -> Iterator[_Block]:
     """Every block of rows: the ``group`` query heads of a KV head are packed, row by row, so that they share
     its tiles.
     """
-    packed = torch.arange(call.S * call.group)
+    packed = torch.arange(call.S * call.group, device="cpu")
     rows, heads = packed // call.group, packed % call.group
     for b in range(call.B):
         for kv_head in range(call.Hk):
@@ -89,7 +87,7 @@ class _Block:
 
     @classmethod
     def of(cls, call: AttentionCall, b: int, kv_head: int, heads: Tensor, rows: Tensor) -> _Block:
-        q = torch.zeros(TILING.rows, call.D)
+        q = _zeros((TILING.rows, call.D))
         q[: len(rows)] = call.q[b, heads, rows]
         # Rows that pad the block repeat the last position, so that they widen no range of keys.
         padded = torch.nn.functional.pad(rows, (0, TILING.rows - len(rows)), value=int(rows[-1]))
@@ -110,23 +108,18 @@ class _Block:
 
     @property
     def splits(self) -> range:
-        """Indices of the splits that hold a key which a row of the block may see."""
-        if self.start >= self.end:
-            return range(0)
-        return range(self.start // TILING.split, -(-self.end // TILING.split))
+        """Indices of the splits that hold a key which a row of the block may see; if none does, of one."""
+        first = self.start // TILING.split
+        return range(first, max(first + 1, -(-self.end // TILING.split)))
 
     def attend(self, split: int) -> Partials:
         """The block over the keys of one split, tile by tile in ascending order."""
-        state = Partials(
-            torch.full((TILING.rows,), -math.inf),
-            torch.zeros(TILING.rows),
-            torch.zeros(TILING.rows, self.call.D),
-        )
+        state = _empty((TILING.rows, self.call.D))
         start = max(self.start // TILING.keys * TILING.keys, split * TILING.split)
         for key in range(start, min(self.end, (split + 1) * TILING.split), TILING.keys):
             kind = self._mask_kind(key)
             if kind != TileKind.HIDDEN:
-                state = fold(state, self._attend_tile(key, kind), self.exponential)
+                state = fold(state, self._attend_tile(key, kind), self.exponential.weight)
         return state
 
     def _attend_tile(self, key: int, mask_kind: int) -> Partials:
@@ -154,7 +147,7 @@ class _Block:
         """KEYS rows of a dense operand from row ``key`` on, widened to float32; rows past the last key are
         0.
         """
-        tile = torch.zeros(TILING.keys, operand.shape[3])
+        tile = _zeros((TILING.keys, operand.shape[3]))
         stop = min(key + TILING.keys, self.end)
         tile[: stop - key] = operand[self.b, self.kv_head, key:stop]
         return tile
@@ -167,7 +160,7 @@ class _Block:
         stop = min(key + TILING.keys, self.end)
         norms = call.norms if call.norms.ndim == 4 else call.norms[..., None]
         rows = (self.b, self.kv_head, slice(key, stop))
-        tile = torch.zeros(TILING.keys, call.D)
+        tile = _zeros((TILING.keys, call.D))
         tile[: stop - key] = decode_rows(call.v[rows], norms[rows], call.centroids, call.sf)
         return tile
 
@@ -184,7 +177,7 @@ class _Block:
             shown = shown and self.position[-1] - key < window
         if shown:
             return None
-        keys = torch.arange(key, last + 1)
+        keys = torch.arange(key, last + 1, device="cpu")
         seen = ((keys >= _of(call.kv_start, self.b)) & (keys < self.end)).expand(TILING.rows, -1)
         if causal:
             distance = self.position[:, None] - keys
@@ -223,6 +216,16 @@ class _Block:
         return torch.nn.functional.pad(cells if is_bool else cells.float(), padding, value=hidden)
 
 
+def _zeros(shape: tuple[int, ...]) -> Tensor:
+    """Whatever torch's default dtype and device are just now."""
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+
+def _empty(shape: tuple[int, ...]) -> Partials:
+    """Partial results ``[..., D]`` of rows that have seen nothing yet."""
+    return Partials(_zeros(shape[:-1]).fill_(-math.inf), _zeros(shape[:-1]), _zeros(shape))
+
+
 def _of(length: int | Tensor, b: int) -> int:
     return int(length[b]) if isinstance(length, Tensor) else length
 
@@ -240,10 +243,11 @@ def _weighted_sum(weights: Tensor, values: Tensor, seen: Tensor | None) -> Tenso
     """``weights @ values``, where a non-finite value touches only the rows that see its key (0 * NaN is
     NaN).
     """
-    out = weights @ values
+    # Adding 0 makes a sum of -0 into 0, as the 0 of a key that the row does not see may or may not have done.
+    out = (weights @ values).add_(0.0)
     if math.isfinite(out.sum().item()):
         return out
     finite = values.isfinite()
-    out = weights @ values.masked_fill(~finite, 0.0)
+    out = (weights @ values.masked_fill(~finite, 0.0)).add_(0.0)
     shown = torch.ones_like(weights) if seen is None else seen.float()
     return out.masked_fill(shown @ (~finite).float() > 0, math.nan)

@@ -1,0 +1,52 @@
+# Five commands; each first installs what it needs into .venv, once per change of pyproject.toml or constraints.txt.
+# Needs Python >= 3.11 with its venv module, a C++ compiler and the package registries.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check docs bench clean
+
+demo: $(VENV)/.package
+	$(BIN)/warmattn demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.package
+	set -e; for script in benchmarks/[!_]*.py; do $(BIN)/python $$script --json; done
+
+clean:
+	rm -rf $(VENV) build dist site demo-out
+
+# torch comes first and alone, pinned: nothing that depends on it can then bring another build along.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "warmattn needs Python 3.11 or later")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # dependency groups
+	$(INSTALL) torch
+	touch $@
+
+$(VENV)/.package: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --editable '.[hf,plot]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.package
+	$(INSTALL) --group test --group oracle
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(INSTALL) --group dev
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.package
+	$(INSTALL) --group docs
+	touch $@

@@ -1,0 +1,1 @@
+"""warmattn inside other libraries, one module each; none is imported before it is asked for."""
