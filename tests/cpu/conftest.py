@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from warmattn.backend.cpu import native
-from warmattn.backend.cpu.native import Isa
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -18,8 +17,3 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _built() -> None:
     """These tests are about the library: without one they have nothing to say."""
     assert native.load_library() is not None, "the CPU kernels were not built"
-
-
-@pytest.fixture
-def isa(request: pytest.FixtureRequest) -> Isa:
-    return request.param
