@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from warmattn.backend import SplitPartials, Tiling
-from warmattn.backend.cpu import torch_ops
+from warmattn.backend.cpu import native, torch_ops
 from warmattn.call import AttentionCall
 from warmattn.pipelines import PipelineKey
 
@@ -13,29 +13,35 @@ __all__ = ["BACKEND", "CpuBackend"]
 
 
 class CpuBackend:
-    """Attention on the CPU by tiled torch operations."""
+    """Attention on the CPU: the compiled kernels, or tiled torch operations where they were not built."""
 
     name = "cpu"
     device_types = ("cpu",)
 
     def unavailable(self) -> str | None:
-        return None
+        return native.refusal()
 
     def supports(self, call: AttentionCall) -> str | None:
         device = call.q.device
         return None if device.type == "cpu" else f"operands are on {device}, not on the CPU"
 
     def tiling(self, head_dim: int) -> Tiling:
-        return torch_ops.TILING
+        isa = native.selected_isa()
+        return torch_ops.TILING if isa is None else native.tiling(isa)
 
     def build(self, key: PipelineKey, device: torch.device) -> None:
-        """Nothing to compile: every pipeline is the same torch program."""
+        """Nothing to compile: the kernels came with the wheel, and torch operations need no building."""
 
     def run(self, call: AttentionCall) -> None:
-        torch_ops.run(call)
+        isa = native.selected_isa()
+        if isa is None:
+            torch_ops.run(call)
+        else:
+            native.run(isa, call)
 
     def run_partials(self, call: AttentionCall) -> SplitPartials:
-        return torch_ops.run_partials(call)
+        isa = native.selected_isa()
+        return torch_ops.run_partials(call) if isa is None else native.run_partials(isa, call)
 
 
 BACKEND = CpuBackend()
