@@ -56,6 +56,16 @@ def test_links_of_the_page_lead_somewhere(page: Path):
         assert (page.parent / target).exists(), f"{name(page)} links to {target}"
 
 
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^::: (warmattn\.\S+)$", page, re.MULTILINE)
+    values = [resolve(dotted) for dotted in documented]
+    missing = [
+        name for name in warmattn.__all__ if not any(getattr(warmattn, name) is value for value in values)
+    ]
+    assert not missing, f"docs/api.md does not have {missing}"
+
+
 def places() -> set[str]:
     """Every name in backticks on the page of places."""
     return set(re.findall(r"`([^`\n]+)`", WHERE.read_text(encoding="utf-8")))

@@ -159,7 +159,8 @@ def test_the_raw_op_refuses_codes_without_their_table() -> None:
 
 def test_the_profiler_shows_the_op() -> None:
     arguments = call()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         warmattn.attention(**arguments)
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["warmattn::attention"] == 1
@@ -284,6 +285,10 @@ def test_a_scale_that_float32_cannot_hold_is_refused_by_the_compiled_call() -> N
         run(call(scale=1e-60))
 
 
+NO_MESSAGE = "Observed exception"
+"""All that torch before 2.13 says of an exception raised in a full graph."""
+
+
 @pytest.mark.parametrize("operand", ["q", "k", "v", "v.norms", "mask"])
 def test_an_operand_that_requires_grad_is_refused_while_compiling(operand: str) -> None:
     arguments = call("codes8" if operand == "v.norms" else "f32", visible=External(mask()))
@@ -292,7 +297,7 @@ def test_an_operand_that_requires_grad_is_refused_while_compiling(operand: str) 
     (arguments | named)[operand].requires_grad_()
 
     run, _ = compiled(lambda: warmattn.attention(**arguments))
-    with pytest.raises(RuntimeError, match=rf"{operand} requires grad: forward only, use torch\.no_grad"):
+    with pytest.raises(RuntimeError, match=rf"{operand} requires grad: forward only|{NO_MESSAGE}"):
         run()
     with pytest.raises(Unsupported, match=f"{operand} requires grad: forward only"):
         torch.compile(lambda: warmattn.attention(**arguments), backend="aot_eager")()
@@ -304,7 +309,7 @@ def test_what_a_graph_makes_of_a_parameter_is_refused_too() -> None:
     arguments = call()
     weight = torch.ones(256, dtype=torch.float16, requires_grad=True)
     run, _ = compiled(lambda: warmattn.attention(**dict(arguments, q=arguments["q"] * weight)))
-    with pytest.raises(RuntimeError, match="q requires grad: forward only"):
+    with pytest.raises(RuntimeError, match=f"q requires grad: forward only|{NO_MESSAGE}"):
         run()
     with torch.no_grad():
         assert_same_bits(run(), warmattn.attention(**arguments))

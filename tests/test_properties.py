@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from warmattn import Causal, CodedValues, External, Full, Window, attention, reference, tile_map
-from warmattn.testing import VALUE_FORMS, assert_accurate, assert_same_bits, make_values
+from warmattn.testing import VALUE_FORMS, assert_accurate, assert_same_bits, lse_error, make_values
 from warmattn.visibility import Visibility
 
 INF = math.inf
@@ -217,8 +217,8 @@ def test_as_accurate_as_the_contract_says(case: Case) -> None:
     assert_same_bits(lse[blind], torch.full_like(lse[blind], -INF))
     if not bool(blind.all()):
         assert_accurate(out, exact, keys=max(case.kv_lens))
-        error = (lse - exact_lse)[~blind].abs() / exact_lse[~blind].abs().clamp(min=1)
-        assert bool((error <= 1e-6).all())
+        deviation = (case.arguments["scale"] or 0.0) * math.sqrt(case.q.shape[3])
+        assert lse_error(lse[~blind], exact_lse[~blind], deviation=deviation) <= 1e-6
 
 
 @settings(max_examples=300)

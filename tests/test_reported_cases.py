@@ -250,10 +250,11 @@ def test_b17_rows_and_columns_past_the_mask_do_not_count(S: int, form: str, D: i
 @each_form
 @pytest.mark.parametrize("tail", [math.nan, math.inf, -math.inf, 65504.0])
 def test_b21_the_tail_of_the_cache_is_never_read(tail: float, form: str, D: int) -> None:
-    C, tile = 128, 128
+    C = 128
     q, k = torch.zeros(1, 1, 2, D, dtype=torch.float16), torch.zeros(1, 1, C, D, dtype=torch.float16)
     v = exact_values(torch.ones(1, 1, C, D), form)
-    assert warmattn.explain(q, k, v, visible=Full()).tiling.keys == tile
+    tile = warmattn.explain(q, k, v, visible=Full()).tiling.keys
+    assert 70 != tile <= C
     for T in (1, 70, tile - 1):
         k[:, :, T:] = tail
         out, lse = warmattn.attention(q, k, with_tail(v, T, tail), visible=Full(), kv_len=T, return_lse=True)

@@ -20,6 +20,7 @@ __all__ = [
     "Inputs",
     "assert_accurate",
     "assert_same_bits",
+    "lse_error",
     "make_inputs",
     "make_values",
     "relative_error",
@@ -124,6 +125,17 @@ def assert_accurate(actual: Tensor, expected: Tensor, *, keys: int) -> None:
     assert bool(actual.isfinite().all()), "the result has non-finite elements"
     error = relative_error(actual, expected)
     assert error <= tolerance(keys), f"relative error {error:.2e} > {tolerance(keys):.2e} at T = {keys}"
+
+
+def lse_error(lse: Tensor, expected: Tensor, *, deviation: float = 1.0) -> float:
+    """Largest error of a log-sum-exp, relative to ``max(1, |expected|, deviation)``; the bound is 1e-6.
+
+    Args:
+        deviation: standard deviation of the scaled scores. A float32 sum errs by the size of its terms, so
+            a score near 0 is as inexact as its neighbours.
+    """
+    error = (lse.double() - expected.double()).abs()
+    return float((error / expected.abs().clamp(min=max(1.0, deviation))).max())
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

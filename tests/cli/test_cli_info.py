@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ def test_document_describes_this_process(invoke: Invoke, monkeypatch: pytest.Mon
     document = json.loads(result.stdout)
     assert (result.exit_code, result.stderr) == (0, "")
     assert document["version"] == warmattn.__version__
-    assert document["packages"]["torch"] == torch.__version__
+    assert document["torch"]["version"] == torch.__version__
+    assert document["packages"]["torch"] == metadata.version("torch")
     assert document["torch"]["threads"] == torch.get_num_threads()
     assert document["cpu"]["usable"] >= 1
     backends = {entry["name"]: entry["available"] for entry in document["backends"]}

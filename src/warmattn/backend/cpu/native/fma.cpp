@@ -1,13 +1,13 @@
 // The FMA family: f32 products on vectors of rows, for AVX-512, AVX2, NEON and portable C++ (WA_ISA names the build).
 //
 // K and V tiles are widened to f32 in cache; a register block holds NB keys (or columns of V) x R vectors of rows.
-// Sums are cut into chains, at most 128 products of a dot and one tile's keys of P.V, and then added: shorter chains
+// Sums are cut into chains, at most 64 products of a dot and one tile's keys of P.V, and then added: shorter chains
 // round less, and every element's order of additions is fixed.
 #include "attention.h"
 
 namespace warmattn::WA_ISA {
 
-constexpr int kChain = 128;
+constexpr int kChain = 64;
 
 template <int R>
 constexpr int kBlockOf = W == 8 ? (R == 1 ? 8 : 4) : (R == 1 ? 16 : 8);
