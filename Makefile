@@ -1,8 +1,9 @@
-# Five commands; each first installs what it needs into .venv, once per change of pyproject.toml or constraints.txt.
+# Five commands; each first installs what it needs into .venv, again only when requirements or kernels have changed.
 # Needs Python >= 3.11 with its venv module, a C++ compiler and the package registries.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+KERNELS := CMakeLists.txt $(wildcard src/warmattn/backend/cpu/native/*)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test check docs bench clean
@@ -35,7 +36,7 @@ $(VENV)/.torch: constraints.txt
 	$(INSTALL) torch
 	touch $@
 
-$(VENV)/.package: $(VENV)/.torch pyproject.toml
+$(VENV)/.package: $(VENV)/.torch pyproject.toml $(KERNELS)
 	$(INSTALL) --editable '.[hf,plot]'
 	touch $@
 

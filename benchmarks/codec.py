@@ -1,6 +1,6 @@
 """Rows per second of the codec on one CPU thread: encode, decode, unrotate, at D 256 and 512.
 
-A figure is the fastest of many runs: other processes only ever add time.
+A figure is the fastest of many short runs, in the thread's own time: other processes only ever add to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 from _recording import save
 from warmattn import decode_values, encode_values, unrotate
 
-ROWS, RUNS = 512, 400  # runs short enough that some are left alone on a busy machine
+ROWS, RUNS = 512, 1000
 
 
 def rows_per_second(work: Callable[[], object]) -> int:

@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from _recording import save
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import warmattn
+from _recording import save
 from warmattn import reference
-from warmattn.testing import make_inputs, relative_error
+from warmattn.testing import Inputs, make_inputs, relative_error
 from warmattn.workloads import CPU_WORKLOADS, Workload
 
 SEED = 20250
@@ -76,15 +76,20 @@ def _flex(work: Workload, q: Tensor, k: Tensor, v: Tensor, offset: int) -> Calla
 
 def measure(work: Workload, forms: list[str], rounds: int, *, flex: bool) -> dict[str, object]:
     """Medians in ms of every contender on one workload, and each one's error against float64."""
-    shape = {
-        "S": work.rows,
-        "T": work.keys,
-        "D": work.head_dim,
-        "H": work.heads,
-        "Hk": work.kv_heads,
-        "C": work.keys,
-    }
-    inputs = {form: make_inputs(SEED, values=form, **shape) for form in dict.fromkeys(("f16", *forms))}
+
+    def operands(form: str) -> Inputs:
+        return make_inputs(
+            SEED,
+            S=work.rows,
+            T=work.keys,
+            C=work.keys,
+            D=work.head_dim,
+            H=work.heads,
+            Hk=work.kv_heads,
+            values=form,
+        )
+
+    inputs = {form: operands(form) for form in dict.fromkeys(("f16", *forms))}
     base = inputs["f16"]
     assert isinstance(base.v, Tensor)
     contenders = peers(work, base.q, base.k, base.v, flex=flex)

@@ -58,11 +58,9 @@ def test_links_of_the_page_lead_somewhere(page: Path):
 
 def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    documented = re.findall(r"^::: (warmattn\.\S+)$", page, re.MULTILINE)
-    values = [resolve(dotted) for dotted in documented]
-    missing = [
-        name for name in warmattn.__all__ if not any(getattr(warmattn, name) is value for value in values)
-    ]
+    documented = [resolve(name) for name in re.findall(r"^::: (warmattn\.\S+)$", page, re.MULTILINE)]
+    public = {name: getattr(warmattn, name) for name in warmattn.__all__}
+    missing = [name for name, value in public.items() if not any(value is other for other in documented)]
     assert not missing, f"docs/api.md does not have {missing}"
 
 
@@ -98,13 +96,20 @@ def test_file_on_the_page_of_places_exists(place: str):
     assert not test or f"def {test}(" in str(text), f"{file} has no {test}"
 
 
+def test_every_environment_variable_is_on_the_page_of_places():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
+    variables = {variable for source in sources for variable in re.findall(r"\bWARMATTN_[A-Z_]+", source)}
+    assert variables <= places()
+
+
 def test_page_of_places_is_complete():
     public = {f"warmattn.{name}" for name in warmattn.__all__}
     modules = {
         module.name
         for module in pkgutil.walk_packages(warmattn.__path__, "warmattn.")
         if module.name.count(".") == 1 or module.name.startswith("warmattn.backend.")
-    } - {"warmattn.__main__"}
+        if "._" not in module.name
+    }
     expected = {*PRECISE_D256_KERNEL_NAMES, *PRECISE_D512_KERNEL_NAMES, *VALUE_FORMS, *public, *modules}
     missing = expected - places()
     assert not missing, f"{name(WHERE)} does not name {sorted(missing)}"

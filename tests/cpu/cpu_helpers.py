@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from warmattn.codec.values import CodedValues
 
 from warmattn.backend.cpu import native
 from warmattn.backend.cpu.native import Isa
 from warmattn.call import AttentionCall
+from warmattn.codec.values import CodedValues
 from warmattn.visibility import Visibility
 
 __all__ = ["attend", "attend_with_lse"]

@@ -86,7 +86,7 @@ class Isa:
 def load_library() -> ctypes.CDLL | None:
     """The compiled library; ``None``, said once in the log, where none was built (no compiler)."""
     # An editable install keeps the library in another directory of the package's path than the sources.
-    places = [Path(directory) / _LIBRARY for directory in sys.modules[__package__].__path__]
+    places = [Path(directory) / _LIBRARY for directory in sys.modules[__name__.rpartition(".")[0]].__path__]
     path = next((place for place in places if place.exists()), None)
     if path is None:
         _LOG.warning(
