@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 KERNELS := CMakeLists.txt $(wildcard src/warmattn/backend/cpu/native/*)
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	--constraint constraints.txt --build-constraint constraints.txt
 
 .PHONY: demo test check docs bench clean
 
@@ -28,11 +29,14 @@ bench: $(VENV)/.package
 clean:
 	rm -rf $(VENV) build dist site demo-out
 
-# torch comes first and alone, pinned: nothing that depends on it can then bring another build along.
-$(VENV)/.torch: constraints.txt
+$(VENV)/.pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "warmattn needs Python 3.11 or later")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # dependency groups
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.3'
+	touch $@
+
+# torch comes first and alone, pinned: nothing that depends on it can then bring another build along.
+$(VENV)/.torch: $(VENV)/.pip constraints.txt
 	$(INSTALL) torch
 	touch $@
 

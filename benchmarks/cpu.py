@@ -51,11 +51,11 @@ def peers(work: Workload, q: Tensor, k: Tensor, v: Tensor, *, flex: bool) -> dic
     packed_mask = None if mask is None else mask.repeat(group, 1)
 
     contenders = {
-        "sdpa expanded": lambda: sdpa(q, *expanded, attn_mask=mask),
+        "sdpa expanded": lambda: sdpa(q, expanded[0], expanded[1], attn_mask=mask),
         "sdpa packed": lambda: sdpa(packed_q, k, v, attn_mask=packed_mask).view(q.shape),
     }
     if is_square:
-        contenders["sdpa is_causal"] = lambda: sdpa(q, *expanded, is_causal=True)
+        contenders["sdpa is_causal"] = lambda: sdpa(q, expanded[0], expanded[1], is_causal=True)
         contenders["sdpa is_causal gqa"] = lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)
     if flex:
         contenders["flex"] = _flex(work, q, k, v, work.q_offset - first)

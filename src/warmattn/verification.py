@@ -166,9 +166,10 @@ def warm_equals_cold(target: Target) -> Iterator[Check]:
                 warm = _resume(target, x, visible, chunk)
                 yield Check("warm = cold", f"{name}, by {chunk}", _differ(warm, cold), 0, DIFFERS)
             # The last rows of a longer prompt, whose keys reach across the first split.
-            x = target.inputs(S=40, T=4120, D=D, values=form)
-            cold, warm = target.attend(x, visible(4080)), _resume(target, x, visible, 7)
-            yield Check("warm = cold", f"{name}, T 4,120", _differ(warm, cold), 0, DIFFERS)
+            T = load(target.backend).tiling(D).split + 24
+            x = target.inputs(S=40, T=T, D=D, values=form)
+            cold, warm = target.attend(x, visible(T - 40)), _resume(target, x, visible, 7)
+            yield Check("warm = cold", f"{name}, T {T:,}", _differ(warm, cold), 0, DIFFERS)
 
 
 def independent_rows(target: Target) -> Iterator[Check]:
@@ -198,8 +199,9 @@ def independent_rows(target: Target) -> Iterator[Check]:
             DIFFERS,
         )
 
-        x = target.inputs(S=8, T=4500, D=D)
-        whole = target.attend(x, Causal(4492))
+        T = load(target.backend).tiling(D).split + 400
+        x = target.inputs(S=8, T=T, D=D)
+        whole = target.attend(x, Causal(T - 8))
         yield Check(
             "same bits", f"D {D}, split partials merged", _differ(_merged(target, x), whole), 0, DIFFERS
         )
