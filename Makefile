@@ -13,7 +13,7 @@ demo: $(VENV)/.package
 	$(BIN)/warmattn demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -1,7 +1,7 @@
 """Rows per second of the codec on one CPU thread: encode, decode, unrotate, at D 256 and 512.
 
-A figure is the fastest of many short runs, spread over the whole benchmark and timed by the thread's own clock:
-other processes only ever add to it.
+A figure is the fastest of many short runs, spread over the whole benchmark, in the thread's own time: other
+processes only ever add to it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Tests, `warmattn verify` and the benchmarks all judge by this one function. Read
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def attention(
         .rounded()
         .check()
     )
-    values = decode_values(v) if isinstance(v, CodedValues) else v
+    values = _decoded(v, int(_longest(call.kv_len))) if isinstance(v, CodedValues) else v
 
     out = torch.empty(call.q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(call.q.shape[:3], dtype=dtype, device=q.device)
@@ -87,6 +88,15 @@ def attention(
             out[b, h].masked_fill_(total == 0, 0.0)
             lse[b, h] = (maximum + total.log())[:, 0]
     return out, lse
+
+
+def _decoded(coded: CodedValues, rows: int) -> Tensor:
+    """The first rows of a coded V; codes and norms may each be allocated longer."""
+    return decode_values(replace(coded, codes=coded.codes[:, :, :rows], norms=coded.norms[:, :, :rows]))
+
+
+def _longest(length: int | Tensor) -> int | Tensor:
+    return length.max() if isinstance(length, Tensor) else length
 
 
 def _of(length: int | Tensor, b: int) -> int | Tensor:

@@ -254,7 +254,7 @@ def _count_below(u: Tensor, tree: Tensor) -> Tensor:
     """Step 7: how many boundaries lie below each u, f32 ``[M]`` -> u8 ``[M]``.
 
     One gather and one comparison a level: the branches of ``torch.bucketize``, which gives the same counts,
-    are not predictable, and cost five times as much on a CPU.
+    are not predictable, and cost three to six times as much on a CPU.
     """
     node = torch.ones(u.shape, dtype=torch.int32, device=u.device)
     above = torch.empty_like(node)
