@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 __all__ = ["RESULTS", "save"]
 
 RESULTS = Path(__file__).parent / "results"
@@ -24,7 +26,7 @@ def save(name: str, figures: Any) -> Path:
         "python": info["python"],
         "platform": info["platform"],
         "cpu": info["cpu"],
-        "threads": info["torch"]["threads"],
+        "threads": torch.get_num_threads(),
         "packages": info["packages"],
         "figures": figures,
     }

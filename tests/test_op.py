@@ -349,3 +349,14 @@ def test_fake_tensors_of_the_wrong_shape_are_refused() -> None:
     arguments = {name: faked(value, mode) for name, value in call(kv_len=99).items()}
     with mode, pytest.raises(InvalidInput, match=r"T \(99\) > C \(45\)"):
         warmattn.attention(**arguments)
+
+
+@pytest.mark.parametrize("give_out", [False, True])
+def test_meta_tensors_have_the_shapes_of_the_result(give_out: bool) -> None:
+    arguments = call()
+    q, k, v = (arguments[name].to("meta") for name in "qkv")
+    given = torch.empty(q.shape, device="meta") if give_out else None
+    out, lse = warmattn.attention(q, k, v, visible=Causal(2), out=given, return_lse=True)
+    assert out is given or not give_out
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.float32, "meta")
+    assert (lse.shape, lse.dtype, lse.device.type) == (q.shape[:3], torch.float32, "meta")

@@ -86,7 +86,9 @@ def explain(
 )
 def test_labels_of_the_originals_calls(D: int, kind: str, form: str) -> None:
     rows, keys = {256: (32, 16), 512: (8, 64)}[D]
-    for S, T in itertools.product((1, rows - 1, rows, rows + 1, 2 * rows), (2 * rows, 66, 3 * keys, 192)):
+    for S, T in itertools.product(
+        (1, rows - 1, rows, rows + 1, 2 * rows), (66, keys * 3 // 2, 3 * keys, 192)
+    ):
         align_q, align_k = int(S in (rows, 2 * rows)), int(T % keys == 0)
         if S <= T:
             assert explain(D, form, kind, S, T).label == label_of(D, form, kind, align_q, align_k)

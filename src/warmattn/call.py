@@ -176,7 +176,7 @@ class AttentionCall(NamedTuple):
         """Raise the first failure, in the order of the contract (section 7); return self when there is none.
 
         Args:
-            values: read CPU length tensors and compare addresses; ``False`` while tracing: neither exists.
+            values: read CPU length tensors and compare addresses; never where tensors have neither (traced, meta).
             offsets: hold ``q_offset + S <= key_offset + T``; partial results of an earlier range do not.
 
         Raises:
@@ -184,12 +184,12 @@ class AttentionCall(NamedTuple):
             InvalidInput: everything else, naming operand, expected and got.
         """
         q, k, scale, softcap, window = self.q, self.k, self.scale, self.softcap, self.window
-        values = values and not isinstance(q, FakeTensor)
         for name, tensor in (("q", q), ("k", k), ("v", self.v)):
             if not isinstance(tensor, Tensor):
                 raise InvalidInput(name, expected="a tensor", got=type(tensor).__name__)
             if tensor.ndim != 4:
                 raise InvalidInput(name, expected="rank 4, [B, heads, rows, D]", got=list(tensor.shape))
+        values = values and not isinstance(q, FakeTensor) and not q.is_meta
         B, H, S, D = q.shape
         if D not in HEAD_DIMS:
             raise Unsupported(f"q: head dim {D}: expected one of {', '.join(map(str, HEAD_DIMS))}")

@@ -10,6 +10,9 @@ __all__ = ["overlap", "repeats_memory"]
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share a byte. Exact: interleaved views of one buffer do not overlap."""
+    (a_start, a_end), (b_start, b_end) = _storage(a), _storage(b)
+    if a_end <= b_start or b_end <= a_start:  # nearly always, and an eighth of the cost
+        return False
     return np.shares_memory(_addresses(a), _addresses(b))
 
 
@@ -22,6 +25,13 @@ def repeats_memory(tensor: Tensor) -> bool:
                 return True
             span += stride * (size - 1)
     return False
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """Start and end of the memory that the tensor is a view of."""
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr()
+    return start, start + storage.nbytes()
 
 
 class _AddressRange:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from cli_helpers import Invoke, assert_refused
 
 import warmattn
@@ -31,9 +32,12 @@ def test_module_runs_as_a_command():
     assert (result.returncode, result.stdout, result.stderr) == (0, f"warmattn {warmattn.__version__}\n", "")
 
 
-def test_interrupt_ends_quietly(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, typer.Abort])
+def test_interrupt_ends_quietly(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, interrupt: type[BaseException]
+):
     def interrupted(as_json: bool) -> None:
-        raise KeyboardInterrupt
+        raise interrupt
 
     monkeypatch.setattr(info, "info", interrupted)
     result = invoke("info")
@@ -68,7 +72,11 @@ ERRORS = (
     (InvalidInput("q", expected="a cat", got="a dog"), 2, "attention: q: expected a cat, got a dog"),
     (Unsupported("on Mondays"), 3, "attention: on Mondays"),
     (PermissionError(13, "Permission denied", "secret"), 2, "secret: Permission denied"),
-    (KeyError("lost\nkey"), 4, "KeyError: 'lost\\nkey' (a fault in warmattn; `warmattn --traceback ...`"),
+    (
+        RuntimeError("two\nlines"),
+        4,
+        "RuntimeError: two lines (a fault in warmattn; `warmattn --traceback ...`",
+    ),
 )
 
 
