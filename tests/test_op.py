@@ -113,7 +113,7 @@ def test_the_raw_op_is_the_public_call(changes: dict[str, Any]) -> None:
     named = raw(**arguments)
     assert torch.ops.warmattn.attention(**named) is None
     assert_same_bits(named["out"], out)
-    assert [named["lse"]] if lse else named["lse"] is None
+    assert (named["lse"] is not None) == bool(lse) == changes.get("return_lse", False)
     for part in lse:
         assert_same_bits(named["lse"], part)
 
@@ -126,6 +126,7 @@ def test_the_raw_op_is_the_public_call(changes: dict[str, Any]) -> None:
         (InvalidInput, r"q_offset \(36\) \+ S \(5\) > T \(40\)", {"q_offset": 36}),
         (InvalidInput, "q_offset: expected >= 0", {"q_offsets": int32(-1, 0)}),
         (InvalidInput, "kv_start: expected in", {"kv_start": -1}),
+        (InvalidInput, "kv_start: expected in", {"kv_starts": int32(0, -1)}),
         (InvalidInput, "key_offset: expected <=", {"key_offset": 2**31}),
         (InvalidInput, "window: expected", {"window": 0}),
         (InvalidInput, "scale: expected finite", {"scale": float("inf")}),

@@ -176,7 +176,7 @@ class AttentionCall(NamedTuple):
         """Raise the first failure, in the order of the contract (section 7); return self when there is none.
 
         Args:
-            values: read CPU length tensors and compare addresses; never where tensors have neither (traced, meta).
+            values: read CPU length tensors and compare addresses; traced and meta tensors have neither.
             offsets: hold ``q_offset + S <= key_offset + T``; partial results of an earlier range do not.
 
         Raises:
