@@ -121,11 +121,24 @@ def test_keys_past_the_row_and_capacity(seed: int, D: int, values: str) -> None:
         same_bits(rows_of(larger, 0, 3, Causal(200), 300), expected)
 
 
+@pytest.mark.parametrize("D", [256, 512])
+def test_many_keys_past_the_row(seed: int, D: int) -> None:
+    """A split length that went by T would show: 8200 keys alone, and as the beginning of 20,000."""
+    inputs = make_inputs(seed, S=3, T=20_000, D=D, values="f16")
+    assert isinstance(inputs.v, Tensor)
+    alone = Inputs(inputs.q, inputs.k[:, :, :8200], inputs.v[:, :, :8200], 8200)
+    expected = rows_of(alone, 0, 3, Causal(8197), 8200)
+    same_bits(rows_of(inputs, 0, 3, Causal(8197), 20_000), expected)
+    seen = (torch.arange(20_000) <= torch.arange(8197, 8200)[:, None]).expand(1, 1, 3, -1)
+    same_bits(rows_of(inputs, 0, 3, External(seen, tile_map(seen)), 20_000), expected)
+
+
+@pytest.mark.parametrize("kind", ["causal", "full"])
 @pytest.mark.parametrize("values", ["f32", "bf16", "codes8"])
 @pytest.mark.parametrize("D", [256, 512])
-def test_alone_or_in_a_batch_of_other_lengths(seed: int, D: int, values: str) -> None:
+def test_alone_or_in_a_batch_of_other_lengths(seed: int, D: int, values: str, kind: str) -> None:
     """Sequences of one batch differ in length, offset and left padding."""
-    kv_lens, offsets, starts = [90, 301, 4200], [86, 200, 4196], [0, 130, 4100]
+    kv_lens, offsets, starts = [90, 301, 4200], [86, 200, 4196], [0, 130, 4000]
     inputs = make_inputs(seed, B=3, H=4, Hk=2, S=4, T=4200, D=D, values=values)
 
     def int32(values: list[int]) -> Tensor:
@@ -135,7 +148,7 @@ def test_alone_or_in_a_batch_of_other_lengths(seed: int, D: int, values: str) ->
         inputs.q,
         inputs.k,
         inputs.v,
-        visible=Causal(int32(offsets)),
+        visible=Causal(int32(offsets)) if kind == "causal" else Full(),
         kv_len=int32(kv_lens),
         kv_start=int32(starts),
         return_lse=True,
@@ -145,7 +158,7 @@ def test_alone_or_in_a_batch_of_other_lengths(seed: int, D: int, values: str) ->
             inputs.q[b : b + 1],
             inputs.k[b : b + 1],
             select(inputs.v, slice(b, b + 1)),
-            visible=Causal(offsets[b]),
+            visible=Causal(offsets[b]) if kind == "causal" else Full(),
             kv_len=kv_lens[b],
             kv_start=starts[b],
             return_lse=True,

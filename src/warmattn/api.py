@@ -194,17 +194,7 @@ def prewarm(
         RuntimeError: a pipeline could not be built; the message starts with its label, and no list is
             returned.
     """
-    try:
-        keys = prewarm_keys(sliding, global_)
-    except ValueError as error:
-        name = str(error).split(":")[0]
-        raise InvalidInput(
-            name,
-            expected="a form and kind of the contract",
-            got=(sliding, global_),
-            op="prewarm",
-            reason=str(error),
-        ) from None
+    keys = prewarm_keys(sliding, global_)
     try:
         where = torch.device("cpu" if device is None else device)
     except RuntimeError as error:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from warmattn.call import AttentionCall
+from warmattn.errors import InvalidInput
 
 __all__ = [
     "PRECISE_D256_BK",
@@ -134,12 +135,13 @@ def prewarm_keys(sliding: tuple[str, str] | None, global_: str | None) -> list[P
     """Every pipeline that a model's route can issue: four alignments, the D = 256 key before the D = 512 one.
 
     Raises:
-        ValueError: an unknown form or kind. (`warmattn.prewarm` turns it into `InvalidInput`.)
+        InvalidInput: an unknown form or kind.
     """
     if sliding is not None and sliding not in _ROUTES:
-        raise ValueError(f"sliding: expected (form, kind) of {(*_FORMS,)} and {_KINDS}, got {sliding!r}")
+        expected = f"(form, kind) of {(*_FORMS,)} and {_KINDS}"
+        raise InvalidInput("sliding", expected=expected, got=repr(sliding), op="prewarm")
     if global_ is not None and global_ not in tuple(_FORMS):
-        raise ValueError(f"global_: expected one of {(*_FORMS,)}, got {global_!r}")
+        raise InvalidInput("global_", expected=f"one of {(*_FORMS,)}", got=repr(global_), op="prewarm")
     keys = []
     for align_q in (False, True):
         for align_k in (False, True):
