@@ -19,6 +19,7 @@
 namespace warmattn::WA_ISA {
 
 constexpr int64_t kSplitKeys = 4096;
+constexpr size_t kMostWaitingBytes = size_t(128) << 20;  // of partials that wait to be merged; past it, threads idle
 
 // Memory that grows and is kept for the thread's next call.
 struct Arena {
@@ -411,7 +412,8 @@ int attend(const WaCall& call) {
     const Plan plan(call, Engine::block_rows(call.D));
     const int rows = plan.largest_block();
     const int64_t slot_floats = Slot::floats(rows, call.D);
-    const bool few = plan.most_splits > 1 && plan.blocks < 4 * call.threads;
+    const size_t waiting = size_t(plan.blocks * plan.most_splits * slot_floats) * sizeof(float);
+    const bool few = plan.most_splits > 1 && plan.blocks < 4 * call.threads && waiting <= kMostWaitingBytes;
     const Sharing sharing = call.accumulator ? kExport : few ? kBlocksBySplit : kBlocks;
     const int64_t items = sharing == kBlocks ? plan.blocks : plan.blocks * plan.most_splits;
 
