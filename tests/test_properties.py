@@ -138,7 +138,8 @@ def cases(draw: st.DrawFn) -> Case:
             "kv_len": kv_len,
             "kv_start": kv_start,
             "key_offset": key_offset,
-            "scale": draw(st.sampled_from([None, 0.03, 0.15])),
+            # At most 1/√D, for which the contract bounds the error.
+            "scale": draw(st.sampled_from([None, 0.03])),
             "softcap": draw(st.sampled_from([None, None, 0.5, 30.0])),
         },
     )
@@ -217,8 +218,7 @@ def test_as_accurate_as_the_contract_says(case: Case) -> None:
     assert_same_bits(lse[blind], torch.full_like(lse[blind], -INF))
     if not bool(blind.all()):
         assert_accurate(out, exact, keys=max(case.kv_lens))
-        deviation = (case.arguments["scale"] or 0.0) * math.sqrt(case.q.shape[3])
-        assert lse_error(lse[~blind], exact_lse[~blind], deviation=deviation) <= 1e-6
+        assert lse_error(lse[~blind], exact_lse[~blind]) <= 1e-6
 
 
 @settings(max_examples=300)
