@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from warmattn.codec.codebook import BITS, Codebook, midpoints
+from warmattn.codec.kernels import row_kernels
 from warmattn.codec.rotation import check_signs, default_signs, fwht
 from warmattn.codec.values import HEAD_DIMS, CodedValues, check_coded, check_head_dim, check_sf, norm_blocks
 from warmattn.errors import InvalidInput, Unsupported
@@ -114,11 +115,17 @@ def encode_values(
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     norms = torch.empty(*x.shape[:-1], norm_blocks(D), dtype=torch.float32, device=x.device)
     broken = torch.empty(x.shape[:-1], dtype=torch.bool, device=x.device)
-    tree = _search_tree(codebook.on(x.device))
-    for box in _chunks(x):
-        rows = x[box].reshape(-1, D)
-        for target, coded in zip((codes, norms, broken), _encode_rows(rows, signs, tree, sf), strict=True):
-            target[box] = coded.view_as(target[box])
+    centroids = codebook.on(x.device)
+    kernels = row_kernels(x.device)
+    if kernels is not None:
+        kernels.encode(x, signs, centroids, sf, codes, norms, broken)
+    else:
+        tree = _search_tree(centroids)
+        for box in _chunks(x):
+            rows = x[box].reshape(-1, D)
+            coded_rows = _encode_rows(rows, signs, tree, sf)
+            for target, coded in zip((codes, norms, broken), coded_rows, strict=True):
+                target[box] = coded.view_as(target[box])
 
     nonfinite_rows = int(broken.sum())
     if nonfinite_rows and nonfinite == "refuse":
@@ -151,6 +158,10 @@ def decode_values(coded: CodedValues) -> Tensor:
     codes, norms, D = coded.codes, coded.block_norms, coded.head_dim
     centroids = coded.codebook.on(codes.device)
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    kernels = row_kernels(codes.device)
+    if kernels is not None:
+        kernels.decode(codes, norms, centroids, coded.sf, values)
+        return values
     for box in _chunks(codes):
         rows = decode_rows(
             codes[box].reshape(-1, D), norms[box].reshape(-1, norms.shape[-1]), centroids, coded.sf
@@ -175,6 +186,10 @@ def unrotate(o: Tensor, *, signs: Tensor | None = None) -> Tensor:
     if signs is None:
         signs = default_signs(D, o.device)
     result = torch.empty(o.shape, dtype=torch.float32, device=o.device)
+    kernels = row_kernels(o.device)
+    if kernels is not None:
+        kernels.unrotate(o, signs, result)
+        return result
     for box in _chunks(o):
         rows = fwht(o[box].reshape(-1, D)).mul_(_RSQRT[D]).mul_(signs)
         result[box] = rows.view_as(result[box])
