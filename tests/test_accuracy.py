@@ -34,7 +34,8 @@ def sdpa_error(inputs: Inputs, scale: float, exact: Tensor) -> float:
     group = H // Hk
     v = decode_values(inputs.v) if isinstance(inputs.v, CodedValues) else inputs.v
     q, k, v = inputs.q.float(), inputs.k[:, :, :T].float(), v[:, :, :T].float()
-    seen = torch.arange(T - S, T)[:, None] >= torch.arange(T)
+    positions = torch.arange(T, device=q.device)
+    seen = positions[T - S :, None] >= positions
 
     expanded = scaled_dot_product_attention(
         q,
@@ -65,8 +66,10 @@ def assert_as_accurate_as_torch(inputs: Inputs, scale: float) -> tuple[Tensor, T
 @pytest.mark.parametrize("values", VALUE_FORMS)
 @pytest.mark.parametrize("D", [256, 512])
 @pytest.mark.parametrize("T", [1, 17, 512, 8192])
-def test_standard_normal(seed: int, T: int, D: int, values: str, dtype: torch.dtype) -> None:
-    assert_standard_normal_is_accurate(seed, T, D, values, dtype)
+def test_standard_normal(
+    seed: int, device: torch.device, T: int, D: int, values: str, dtype: torch.dtype
+) -> None:
+    assert_standard_normal_is_accurate(seed, device, T, D, values, dtype)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +80,17 @@ def test_standard_normal(seed: int, T: int, D: int, values: str, dtype: torch.dt
         for j, values in enumerate(VALUE_FORMS)
     ],
 )
-def test_standard_normal_over_32768_keys(seed: int, D: int, values: str, dtype: torch.dtype) -> None:
+def test_standard_normal_over_32768_keys(
+    seed: int, device: torch.device, D: int, values: str, dtype: torch.dtype
+) -> None:
     """A call takes seconds, so each form meets each head dim with one type of Q and K, in turn."""
-    assert_standard_normal_is_accurate(seed, 32768, D, values, dtype)
+    assert_standard_normal_is_accurate(seed, device, 32768, D, values, dtype)
 
 
-def assert_standard_normal_is_accurate(seed: int, T: int, D: int, values: str, dtype: torch.dtype) -> None:
-    inputs = make_inputs(seed, S=ROWS[T], T=T, D=D, values=values, dtype=dtype)
+def assert_standard_normal_is_accurate(
+    seed: int, device: torch.device, T: int, D: int, values: str, dtype: torch.dtype
+) -> None:
+    inputs = make_inputs(seed, device=device, S=ROWS[T], T=T, D=D, values=values, dtype=dtype)
     out, exact = assert_as_accurate_as_torch(inputs, 1 / math.sqrt(D))
     assert_accurate(out, exact, keys=T)
 
@@ -101,18 +108,20 @@ DISTRIBUTIONS: dict[str, tuple[float, dict[str, Any]]] = {
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("values", VALUE_FORMS)
 @pytest.mark.parametrize(("T", "D"), [(512, 256), (512, 512), (8192, 256), (8192, 512)])
-def test_other_distributions(seed: int, T: int, D: int, values: str, distribution: str) -> None:
+def test_other_distributions(
+    seed: int, device: torch.device, T: int, D: int, values: str, distribution: str
+) -> None:
     deviation, of_values = DISTRIBUTIONS[distribution]
     dtype = torch.bfloat16 if D == 512 else torch.float16
-    inputs = make_inputs(seed, S=ROWS[T], T=T, D=D, values=values, dtype=dtype, **of_values)
+    inputs = make_inputs(seed, device=device, S=ROWS[T], T=T, D=D, values=values, dtype=dtype, **of_values)
     assert_as_accurate_as_torch(inputs, deviation / math.sqrt(D))
 
 
 @pytest.mark.parametrize("deviation", [1.0, 4.0, 16.0])
 @pytest.mark.parametrize("D", [256, 512])
-def test_lse_of_rows_that_see_one_key(seed: int, D: int, deviation: float) -> None:
+def test_lse_of_rows_that_see_one_key(seed: int, device: torch.device, D: int, deviation: float) -> None:
     """The log-sum-exp is then the score itself, which may be small where its products are large."""
-    inputs = make_inputs(seed, S=512, T=1, D=D, H=16, Hk=16)
+    inputs = make_inputs(seed, device=device, S=512, T=1, D=D, H=16, Hk=16)
     arguments: dict[str, Any] = {"visible": Full(), "kv_len": 1, "scale": deviation / math.sqrt(D)}
     _, exact = reference.attention(inputs.q, inputs.k, inputs.v, **arguments)
     _, lse = attention(inputs.q, inputs.k, inputs.v, **arguments, return_lse=True)
@@ -122,10 +131,10 @@ def test_lse_of_rows_that_see_one_key(seed: int, D: int, deviation: float) -> No
 @pytest.mark.parametrize("spread", [0.01, 0.5])
 @pytest.mark.parametrize("scale", [1.0, 1 / 16, 1e-3])
 @pytest.mark.parametrize("D", [256, 512])
-def test_dots_of_1e5(seed: int, D: int, scale: float, spread: float) -> None:
+def test_dots_of_1e5(seed: int, device: torch.device, D: int, scale: float, spread: float) -> None:
     """Past float16's 65504: every score is near 1e5, and what counts is their difference."""
     centre = math.sqrt(1e5 / D)
-    normal = make_inputs(seed, S=20, T=300, D=D)
+    normal = make_inputs(seed, device=device, S=20, T=300, D=D)
     q, k = ((centre + spread * operand.float()).half() for operand in (normal.q, normal.k))
     dots = q[0].float() @ k[0, :, :300].float().mT
     assert 65504 < dots.min() < 1e5 < dots.max()
@@ -134,10 +143,10 @@ def test_dots_of_1e5(seed: int, D: int, scale: float, spread: float) -> None:
 
 @pytest.mark.parametrize("softcap", [5.0, 50.0])
 @pytest.mark.parametrize("D", [256, 512])
-def test_softcap_and_finite_mask_cells(seed: int, D: int, softcap: float) -> None:
+def test_softcap_and_finite_mask_cells(seed: int, device: torch.device, D: int, softcap: float) -> None:
     S, T = 40, 600
-    inputs = make_inputs(seed, S=S, T=T, D=D)
-    mask = torch.randn(S, T, generator=torch.Generator().manual_seed(seed)).half()
+    inputs = make_inputs(seed, device=device, S=S, T=T, D=D)
+    mask = torch.randn(S, T, generator=torch.Generator().manual_seed(seed)).half().to(device)
     mask[mask > 1] = -math.inf
     arguments: dict[str, Any] = {"visible": External(mask), "kv_len": T, "softcap": softcap, "scale": 0.3}
     exact, exact_lse = reference.attention(inputs.q, inputs.k, inputs.v, **arguments)
@@ -149,17 +158,19 @@ def test_softcap_and_finite_mask_cells(seed: int, D: int, softcap: float) -> Non
 @pytest.mark.parametrize("sf", [1.0, 0.7])
 @pytest.mark.parametrize("values", ["codes5", "codes6", "codes8"])
 @pytest.mark.parametrize("D", [64, 128, 256, 512])
-def test_codes_equal_their_decoded_values_bit_for_bit(seed: int, D: int, values: str, sf: float) -> None:
+def test_codes_equal_their_decoded_values_bit_for_bit(
+    seed: int, device: torch.device, D: int, values: str, sf: float
+) -> None:
     """Over a split boundary, in every visibility; the norms of one block also without their axis."""
     S, T = 6, 4096 + 140
-    inputs = make_inputs(seed, H=4, Hk=2, S=S, T=T, D=D, values=values)
+    inputs = make_inputs(seed, device=device, H=4, Hk=2, S=S, T=T, D=D, values=values)
     assert isinstance(inputs.v, CodedValues)
     coded = CodedValues(inputs.v.codes, inputs.v.norms, inputs.v.codebook, sf)
     forms = [coded]
     if D <= 256:
         forms.append(CodedValues(coded.codes, coded.norms[..., 0], coded.codebook, sf))
     dense = decode_values(coded)
-    mask = torch.rand(S, T, generator=torch.Generator().manual_seed(seed)) < 0.5
+    mask = (torch.rand(S, T, generator=torch.Generator().manual_seed(seed)) < 0.5).to(device)
     kinds: tuple[Visibility, ...] = (Causal(T - S), Window(300, T - S), External(mask), Full())
     for visible in kinds:
         expected = attention(inputs.q, inputs.k, dense, visible=visible, kv_len=T)

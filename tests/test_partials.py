@@ -153,12 +153,15 @@ def test_exponential_and_weight_are_exp_of_the_scaled_difference(seed: int, expo
 
 @pytest.mark.parametrize("cuts", [[], [150], [1, 2, 299], [128, 256]])
 @pytest.mark.parametrize("D", HEAD_DIMS)
-def test_merged_ranges_are_as_accurate_as_one_shot(seed: int, D: int, cuts: list[int]) -> None:
+def test_merged_ranges_are_as_accurate_as_one_shot(
+    seed: int, device: torch.device, D: int, cuts: list[int]
+) -> None:
     """Ranges of keys under a mask that leaves some rows empty in some ranges, and one row in all."""
     S, T = 13, 300
-    inputs = make_inputs(seed, B=2, H=4, Hk=2, S=S, T=T, D=D)
+    inputs = make_inputs(seed, device=device, B=2, H=4, Hk=2, S=S, T=T, D=D)
     seen = torch.rand(S, T, generator=torch.Generator().manual_seed(seed)) < 0.5
     seen[3], seen[4, :200], seen[5, 100:] = False, False, False
+    seen = seen.to(device)
     assert isinstance(inputs.v, Tensor)
     parts = [
         attention(
@@ -249,13 +252,11 @@ def test_merge_partials_refuses(name: str) -> None:
 # A backend's splits.
 
 
-def split_partials(inputs: Inputs, **arguments: Any) -> tuple[SplitPartials, Exponential, int]:
-    """The splits, the exponential that merges them, and the split length."""
+def split_partials(inputs: Inputs, **arguments: Any) -> tuple[SplitPartials, int]:
+    """The splits and their length."""
     call = AttentionCall.of(inputs.q, inputs.k, inputs.v, **arguments).check(offsets=False)
     backend = select(call)
-    # A capped score is scaled before the cap, so nothing is left for the exponential to scale.
-    exponential = Exponential.of(call.D, 1.0 if call.softcap is not None else call.scale)
-    return backend.run_partials(call), exponential, backend.tiling(call.D).split
+    return backend.run_partials(call), backend.tiling(call.D).split
 
 
 def stacked(partials: Partials) -> list[Partials]:
@@ -266,16 +267,17 @@ def stacked(partials: Partials) -> list[Partials]:
 @pytest.mark.parametrize("values", VALUE_FORMS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
 def test_splits_merged_and_finished_are_the_result(
-    seed: int, D: int, values: str, softcap: float | None
+    seed: int, device: torch.device, D: int, values: str, softcap: float | None
 ) -> None:
     S, T = 19, 8192 + 100
-    inputs = make_inputs(seed, S=S, T=T, D=D, H=2, values=values)
+    inputs = make_inputs(seed, device=device, S=S, T=T, D=D, H=2, values=values)
     hidden = torch.rand(S, T, generator=torch.Generator().manual_seed(seed)) < 0.5
     hidden[:, 1000:5000] = True
-    kinds: tuple[Visibility, ...] = (Causal(T - S), Window(4150, T - S), External(~hidden))
+    seen = (~hidden).to(device)
+    kinds: tuple[Visibility, ...] = (Causal(T - S), Window(4150, T - S), External(seen))
     for visible in kinds:
         arguments = {"visible": visible, "kv_len": T, "softcap": softcap}
-        (first, partials), exponential, split = split_partials(inputs, **arguments)
+        (first, partials, exponential), split = split_partials(inputs, **arguments)
         assert partials.maximum.shape == partials.sum.shape == (len(partials.sum), 1, 2, S)
         assert partials.accumulator.shape == (len(partials.sum), 1, 2, S, D)
         assert first + len(partials.sum) == -(-T // split)
@@ -283,28 +285,31 @@ def test_splits_merged_and_finished_are_the_result(
         same_bits(result, attention(inputs.q, inputs.k, inputs.v, **arguments, return_lse=True))
 
 
-def test_splits_start_with_the_first_that_a_row_sees(seed: int) -> None:
-    inputs = make_inputs(seed, S=3, T=8200, D=64)
-    (first, partials), _, split = split_partials(inputs, visible=Window(50, 8197), kv_len=8200)
+def test_splits_start_with_the_first_that_a_row_sees(seed: int, device: torch.device) -> None:
+    inputs = make_inputs(seed, device=device, S=3, T=8200, D=64)
+    (first, partials, _), split = split_partials(inputs, visible=Window(50, 8197), kv_len=8200)
     assert first == (8197 - 49) // split
     assert bool((partials.maximum > -INF).any(dim=3).all())
-    nothing, _, _ = split_partials(inputs, visible=Full(), kv_len=8200, kv_start=8200)
+    nothing, _ = split_partials(inputs, visible=Full(), kv_len=8200, kv_start=8200)
     same_bits(tuple(nothing.partials), tuple(t[None] for t in empty_of(inputs)))
 
 
 def empty_of(inputs: Inputs) -> Partials:
-    rows = inputs.q.shape[:3]
-    return Partials(torch.full(rows, -INF), torch.zeros(rows), torch.zeros(inputs.q.shape))
+    accumulator = torch.zeros_like(inputs.q, dtype=torch.float32)
+    total = accumulator[..., 0].clone()
+    return Partials(torch.full_like(total, -INF), total, accumulator)
 
 
 @pytest.mark.parametrize("values", ["f32", "bf16", "codes8"])
 @pytest.mark.parametrize("D", [256, 512])
-def test_ranges_of_a_sequence_give_the_splits_of_the_whole(seed: int, D: int, values: str) -> None:
+def test_ranges_of_a_sequence_give_the_splits_of_the_whole(
+    seed: int, device: torch.device, D: int, values: str
+) -> None:
     """K and V cut at split boundaries, each part with its key_offset: what ranks of a group compute."""
     S, T = 5, 8192 + 60
-    inputs = make_inputs(seed, S=S, T=T, D=D, H=2, values=values, C=T)
+    inputs = make_inputs(seed, device=device, S=S, T=T, D=D, H=2, values=values, C=T)
     visible = Causal(T - 40 - S)
-    (first, whole), exponential, split = split_partials(inputs, visible=visible, kv_len=T)
+    (first, whole, exponential), split = split_partials(inputs, visible=visible, kv_len=T)
     assert first == 0
     parts = []
     for start in range(0, T, split):
@@ -315,7 +320,7 @@ def test_ranges_of_a_sequence_give_the_splits_of_the_whole(seed: int, D: int, va
         else:
             v = v[:, :, rows]
         ranged = Inputs(inputs.q, inputs.k[:, :, rows], v, rows.stop - rows.start)
-        (own_first, part), _, _ = split_partials(
+        (own_first, part, _), _ = split_partials(
             ranged, visible=visible, kv_len=ranged.kv_len, key_offset=start
         )
         assert own_first == 0
@@ -326,7 +331,7 @@ def test_ranges_of_a_sequence_give_the_splits_of_the_whole(seed: int, D: int, va
     same_bits(result, attention(inputs.q, inputs.k, inputs.v, visible=visible, kv_len=T, return_lse=True))
 
 
-def test_a_range_past_every_row_is_empty(seed: int) -> None:
-    inputs = make_inputs(seed, S=5, T=100, D=256)
-    partials, _, _ = split_partials(inputs, visible=Causal(7), kv_len=100, key_offset=4096)
+def test_a_range_past_every_row_is_empty(seed: int, device: torch.device) -> None:
+    inputs = make_inputs(seed, device=device, S=5, T=100, D=256)
+    partials, _ = split_partials(inputs, visible=Causal(7), kv_len=100, key_offset=4096)
     same_bits(tuple(partials.partials), tuple(t[None] for t in empty_of(inputs)))

@@ -55,16 +55,28 @@ def exact_values(rows: Tensor, form: str) -> Tensor | CodedValues:
     return CodedValues(codes.flatten(-2), weights * (2 if rows.shape[-1] == 512 else 16), grid, sf=2.0)
 
 
-def constant_rows(values: Any, D: int) -> Tensor:
+def constant_rows(values: Any, D: int, device: torch.device) -> Tensor:
     """``[B, Hk, C]`` numbers -> f32 ``[B, Hk, C, D]``: every component of a row is its number."""
-    return torch.tensor(values, dtype=torch.float32)[..., None].repeat(1, 1, 1, D)
+    return torch.tensor(values, dtype=torch.float32, device=device)[..., None].repeat(1, 1, 1, D)
 
 
 def attend_evenly(v: Tensor | CodedValues, *, S: int, H: int, **options: Any) -> tuple[Tensor, Tensor]:
     """Attention with Q = 0 and K = 0."""
-    B, Hk, C, D = (v.codes if isinstance(v, CodedValues) else v).shape
-    q, k = (torch.zeros(B, heads, rows, D, dtype=torch.float16) for heads, rows in ((H, S), (Hk, C)))
+    values = v.codes if isinstance(v, CodedValues) else v
+    B, Hk, C, D = values.shape
+    q, k = (
+        torch.zeros(B, heads, rows, D, dtype=torch.float16, device=values.device)
+        for heads, rows in ((H, S), (Hk, C))
+    )
     return warmattn.attention(q, k, v, return_lse=True, **options)
+
+
+def on(visible: Visibility, device: torch.device) -> Visibility:
+    """The same visibility; the cases of this file lie on the CPU."""
+    if not isinstance(visible, External):
+        return visible
+    tiles = visible.tile_map
+    return External(visible.mask.to(device), None if tiles is None else tiles.to(device))
 
 
 def with_tail(v: Tensor | CodedValues, T: int, tail: float) -> Tensor | CodedValues:
@@ -114,27 +126,29 @@ each_mean = pytest.mark.parametrize("case", MEANS.values(), ids=MEANS)
 
 @each_mean
 @each_form
-def test_means_are_exact(case: Case, form: str, D: int) -> None:
-    answer = torch.tensor(case.answer)
-    v = exact_values(constant_rows([case.values], D), form)
-    out, _ = attend_evenly(v, S=answer.shape[1], H=answer.shape[0], visible=case.visible)
+def test_means_are_exact(device: torch.device, case: Case, form: str, D: int) -> None:
+    answer = torch.tensor(case.answer, device=device)
+    v = exact_values(constant_rows([case.values], D, device), form)
+    out, _ = attend_evenly(v, S=answer.shape[1], H=answer.shape[0], visible=on(case.visible, device))
     assert torch.equal(out[0], answer[..., None].expand_as(out[0]))
 
 
 @each_mean
 @each_head_dim
 @pytest.mark.parametrize("bits", CODEC_ERROR)
-def test_means_of_encoded_values_are_right_within_the_codecs_error(case: Case, bits: int, D: int) -> None:
+def test_means_of_encoded_values_are_right_within_the_codecs_error(
+    device: torch.device, case: Case, bits: int, D: int
+) -> None:
     """The rotation keeps lengths, so by the triangle inequality a mean is off by at most the largest error of
     a row. (Constant rows are far from normal: the codec's error on them is up to twice its usual one.)
     """
-    answer = torch.tensor(case.answer)
-    rows = constant_rows([case.values], D)
+    answer = torch.tensor(case.answer, device=device)
+    rows = constant_rows([case.values], D, device)
     coded = warmattn.encode_values(rows, bits=bits)
     own_error = float((warmattn.unrotate(warmattn.decode_values(coded)) - rows).norm(dim=-1).max())
     length = float(rows.norm(dim=-1).max())
     assert own_error <= 2.5 * CODEC_ERROR[bits] * length
-    out, _ = attend_evenly(coded, S=answer.shape[1], H=answer.shape[0], visible=case.visible)
+    out, _ = attend_evenly(coded, S=answer.shape[1], H=answer.shape[0], visible=on(case.visible, device))
     error = (warmattn.unrotate(out)[0] - answer[..., None]).norm(dim=-1)
     assert float(error.max()) <= own_error + 1e-6 * length
 
@@ -163,7 +177,7 @@ def even_calls(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=150)
 @given(call=even_calls())
-def test_every_row_is_the_mean_of_what_it_sees(call: dict[str, Any]) -> None:
+def test_every_row_is_the_mean_of_what_it_sees(device: torch.device, call: dict[str, Any]) -> None:
     """The kind behind B01, B08, B11, B17, B24, B32 and B60: offsets, windows, masks, lengths, strides, heads.
 
     Sums of small integers are exact, so the answer is one correctly rounded division.
@@ -197,37 +211,39 @@ def test_every_row_is_the_mean_of_what_it_sees(call: dict[str, Any]) -> None:
         "external+map": External(cells, warmattn.tile_map(cells)),
         "full": Full(),
     }[kind]
-    v = with_tail(exact_values(rows, call["form"]), T, math.nan)
+    v = with_tail(exact_values(rows.to(device), call["form"]), T, math.nan)
     if isinstance(v, Tensor) and call["rows_first"]:
         v = v.transpose(1, 2).contiguous().transpose(1, 2)
     out, lse = attend_evenly(
         v,
         S=S,
         H=H,
-        visible=visible,
+        visible=on(visible, device),
         kv_len=torch.tensor(kv_len, dtype=torch.int32),
         kv_start=torch.tensor(kv_start, dtype=torch.int32),
         key_offset=key_offset,
     )
-    assert torch.equal(out, answer)
-    torch.testing.assert_close(lse, count.float().log(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(out.cpu(), answer)
+    torch.testing.assert_close(lse.cpu(), count.float().log(), rtol=1e-6, atol=1e-6)
 
 
 @each_form
-def test_b01_log_sum_exp_of_a_row_that_sees_nothing(form: str, D: int) -> None:
-    v = exact_values(constant_rows([B01_VALUES], D), form)
-    _, lse = attend_evenly(v, S=3, H=1, visible=External(B01_MASK))
+def test_b01_log_sum_exp_of_a_row_that_sees_nothing(device: torch.device, form: str, D: int) -> None:
+    v = exact_values(constant_rows([B01_VALUES], D, device), form)
+    _, lse = attend_evenly(v, S=3, H=1, visible=External(B01_MASK.to(device)))
     assert lse.flatten().tolist() == pytest.approx([math.log(4), HIDDEN, 0.0], abs=1e-6)
 
 
 @each_form
 @pytest.mark.parametrize("S", range(1, 18))
-def test_b17_rows_and_columns_past_the_mask_do_not_count(S: int, form: str, D: int) -> None:
+def test_b17_rows_and_columns_past_the_mask_do_not_count(
+    device: torch.device, S: int, form: str, D: int
+) -> None:
     """Every S of a partial tile. A tile at the last columns may be mixed, which costs speed only."""
     T = 70
-    case = make_inputs(S, S=S, T=T, D=D, values=form)
+    case = make_inputs(S, device=device, S=S, T=T, D=D, values=form)
 
-    surrounded = torch.full((1, 1, 80, 256), HIDDEN, dtype=torch.float16)
+    surrounded = torch.full((1, 1, 80, 256), HIDDEN, dtype=torch.float16, device=device)
     mask = surrounded[:, :, :S, :T]
     mask.zero_()
     tiles = warmattn.tile_map(mask)
@@ -237,7 +253,7 @@ def test_b17_rows_and_columns_past_the_mask_do_not_count(S: int, form: str, D: i
         out = warmattn.attention(case.q, case.k, case.v, visible=External(mask, tile_map), kv_len=T)
         assert_same_bits(out, expected)
 
-    surrounded = torch.zeros(1, 1, 80, 256, dtype=torch.float16)
+    surrounded = torch.zeros(1, 1, 80, 256, dtype=torch.float16, device=device)
     mask = surrounded[:, :, :S, :T]
     mask.fill_(HIDDEN)
     tiles = warmattn.tile_map(mask)
@@ -249,10 +265,12 @@ def test_b17_rows_and_columns_past_the_mask_do_not_count(S: int, form: str, D: i
 
 @each_form
 @pytest.mark.parametrize("tail", [math.nan, math.inf, -math.inf, 65504.0])
-def test_b21_the_tail_of_the_cache_is_never_read(tail: float, form: str, D: int) -> None:
+def test_b21_the_tail_of_the_cache_is_never_read(
+    device: torch.device, tail: float, form: str, D: int
+) -> None:
     C = 128
-    q, k = torch.zeros(1, 1, 2, D, dtype=torch.float16), torch.zeros(1, 1, C, D, dtype=torch.float16)
-    v = exact_values(torch.ones(1, 1, C, D), form)
+    q, k = (torch.zeros(1, 1, rows, D, dtype=torch.float16, device=device) for rows in (2, C))
+    v = exact_values(torch.ones(1, 1, C, D, device=device), form)
     tile = warmattn.explain(q, k, v, visible=Full()).tiling.keys
     assert 70 != tile <= C
     for T in (1, 70, tile - 1):
@@ -276,9 +294,9 @@ def test_b21_the_tail_of_the_cache_is_never_read(tail: float, form: str, D: int)
     tail=st.sampled_from([math.nan, math.inf, -math.inf, 65504.0, 1e-7]),
 )
 def test_b21_no_bit_depends_on_the_tail(
-    seed: int, S: int, T: int, slack: int, D: int, form: str, tail: float
+    device: torch.device, seed: int, S: int, T: int, slack: int, D: int, form: str, tail: float
 ) -> None:
-    case = make_inputs(seed, S=min(S, T), T=T, D=D, C=T + slack, values=form)
+    case = make_inputs(seed, device=device, S=min(S, T), T=T, D=D, C=T + slack, values=form)
     visible = Causal(T - min(S, T))
     outputs = []
     for filling in (tail, 0.0):
@@ -291,14 +309,15 @@ def test_b21_no_bit_depends_on_the_tail(
 
 @each_form
 @pytest.mark.parametrize("C", [64, 65, 77, 4096])
-def test_b24_strides_come_from_the_capacity(C: int, form: str, D: int) -> None:
+def test_b24_strides_come_from_the_capacity(device: torch.device, C: int, form: str, D: int) -> None:
     values = torch.full((2, 2, C), 9999.0)
     values[:, :, :10] = torch.tensor(
         [[[100.0 * b + 10 * h + j for j in range(10)] for h in (0, 1)] for b in (0, 1)]
     )
-    v = exact_values(constant_rows(values.tolist(), D), form)
+    v = exact_values(constant_rows(values.tolist(), D, device), form)
     out, _ = attend_evenly(v, S=1, H=2, visible=Full(), kv_len=10)
-    assert torch.equal(out[:, :, 0], torch.tensor([[4.5, 14.5], [104.5, 114.5]])[..., None].expand(2, 2, D))
+    means = torch.tensor([[4.5, 14.5], [104.5, 114.5]], device=device)
+    assert torch.equal(out[:, :, 0], means[..., None].expand(2, 2, D))
     if isinstance(v, Tensor):
         assert_same_bits(attend_evenly(v[:, :, :64], S=1, H=2, visible=Full(), kv_len=10)[0], out)
 
@@ -313,11 +332,13 @@ def test_b32_heads_that_do_not_divide_are_refused() -> None:
 @pytest.mark.parametrize(
     ("scale", "answer"), [(1 / 16, 1.0948518), (1.0, 1.0), (1 / math.sqrt(512), 1.2140836)]
 )
-def test_b37_dots_past_the_range_of_f16(scale: float, answer: float, form: str, D: int) -> None:
-    q = torch.full((1, 1, 1, D), 12.0, dtype=torch.float16)
-    k = torch.full((1, 1, 2, D), 12.0, dtype=torch.float16)
+def test_b37_dots_past_the_range_of_f16(
+    device: torch.device, scale: float, answer: float, form: str, D: int
+) -> None:
+    q = torch.full((1, 1, 1, D), 12.0, dtype=torch.float16, device=device)
+    k = torch.full((1, 1, 2, D), 12.0, dtype=torch.float16, device=device)
     k[:, :, 1] = 11.9921875
-    v = exact_values(constant_rows([[[1.0, 3.0]]], D), form)
+    v = exact_values(constant_rows([[[1.0, 3.0]]], D, device), form)
     # The answers are those of D = 512; half as many terms at twice the scale are the same scores.
     out = warmattn.attention(q, k, v, visible=Full(), scale=scale * 512 / D)
     assert float((out - answer).abs().max()) <= 1e-6
@@ -333,20 +354,20 @@ def test_b37_dots_past_the_range_of_f16(scale: float, answer: float, form: str, 
     form=st.sampled_from(VALUE_FORMS),
 )
 def test_b37_large_dots_at_any_scale(
-    query: int, key: int, step: int, scale: float, D: int, form: str
+    device: torch.device, query: int, key: int, step: int, scale: float, D: int, form: str
 ) -> None:
     """Operands in eighths make every dot exact in float32, up to 86,528. The error left is that of one
     exponential: a few units of 2^-24, times its argument, times 2.
     """
-    q = torch.full((1, 1, 1, D), query / 8, dtype=torch.float16)
-    k = torch.full((1, 1, 2, D), key / 8, dtype=torch.float16)
+    q = torch.full((1, 1, 1, D), query / 8, dtype=torch.float16, device=device)
+    k = torch.full((1, 1, 2, D), key / 8, dtype=torch.float16, device=device)
     k[:, :, 1] = (key + step) / 8
-    v = exact_values(constant_rows([[[1.0, 3.0]]], D), form)
+    v = exact_values(constant_rows([[[1.0, 3.0]]], D, device), form)
     out = warmattn.attention(q, k, v, visible=Full(), scale=scale)
     rounded = torch.tensor(scale, dtype=torch.float32).double()
     difference = rounded * (query * step * D / 64)
     answer = 1 + 2 * torch.sigmoid(difference)
-    assert float((out.double() - answer).abs().max()) <= 4e-6
+    assert float((out.double().cpu() - answer).abs().max()) <= 4e-6
 
 
 def coded_and_attended(x: Tensor, bits: int) -> tuple[CodedValues, Tensor]:
@@ -356,10 +377,12 @@ def coded_and_attended(x: Tensor, bits: int) -> tuple[CodedValues, Tensor]:
 
 @each_head_dim
 @pytest.mark.parametrize("bits", CODEC_ERROR)
-def test_b44_rows_of_any_length_are_coded_by_their_norm(bits: int, D: int, seed: int) -> None:
+def test_b44_rows_of_any_length_are_coded_by_their_norm(
+    bits: int, D: int, seed: int, device: torch.device
+) -> None:
     """64 sequences of one row each; root mean squares over them obey the triangle inequality too."""
     rows = torch.randn(64, 1, 1, D, generator=torch.Generator().manual_seed(seed))
-    rows = (rows * (40 / rows.norm(dim=-1, keepdim=True)) * 16).round().div(16).half()
+    rows = (rows * (40 / rows.norm(dim=-1, keepdim=True)) * 16).round().div(16).half().to(device)
     length = float(rows.float().norm())
 
     coded, out = coded_and_attended(rows, bits)
@@ -386,8 +409,10 @@ def test_b44_rows_of_any_length_are_coded_by_their_norm(bits: int, D: int, seed:
     D=st.sampled_from(HEAD_DIMS),
     bits=st.sampled_from(sorted(CODEC_ERROR)),
 )
-def test_b44_powers_of_two_pass_through_the_codec(seed: int, exponent: int, D: int, bits: int) -> None:
-    rows = torch.randn(1, 1, 3, D, generator=torch.Generator().manual_seed(seed))
+def test_b44_powers_of_two_pass_through_the_codec(
+    device: torch.device, seed: int, exponent: int, D: int, bits: int
+) -> None:
+    rows = torch.randn(1, 1, 3, D, generator=torch.Generator().manual_seed(seed)).to(device)
     coded, out = coded_and_attended(rows, bits)
     scaled, scaled_out = coded_and_attended(rows * 2.0**exponent, bits)
     assert torch.equal(scaled.codes, coded.codes)
@@ -402,38 +427,48 @@ def test_b44_powers_of_two_pass_through_the_codec(seed: int, exponent: int, D: i
     ("B", "S", "T", "axis"), [(1, 0, 5, "S"), (1, 3, 0, "C"), (0, 3, 5, "B"), (1, 0, 0, "S"), (2, 1, 1, None)]
 )
 def test_b60_an_empty_axis_is_named(
-    B: int, S: int, T: int, axis: str | None, masked: str | None, return_lse: bool, form: str, D: int
+    device: torch.device,
+    B: int,
+    S: int,
+    T: int,
+    axis: str | None,
+    masked: str | None,
+    return_lse: bool,
+    form: str,
+    D: int,
 ) -> None:
-    q, k = torch.zeros(B, 1, S, D, dtype=torch.float16), torch.zeros(B, 1, T, D, dtype=torch.float16)
-    v = exact_values(torch.full((B, 1, T, D), 3.0), form)
-    mask = torch.zeros(S, T, dtype=torch.float16)
-    tiles = torch.ones(-(-S // 32), -(-T // 16), dtype=torch.uint8)
+    q, k = (torch.zeros(B, 1, rows, D, dtype=torch.float16, device=device) for rows in (S, T))
+    v = exact_values(torch.full((B, 1, T, D), 3.0, device=device), form)
+    mask = torch.zeros(S, T, dtype=torch.float16, device=device)
+    tiles = torch.ones(-(-S // 32), -(-T // 16), dtype=torch.uint8, device=device)
     visible = External(mask, tiles if masked == "mask and map" else None) if masked else Full()
     if axis is None:
         result = warmattn.attention(q, k, v, visible=visible, return_lse=return_lse)
         out, *lse = result if isinstance(result, tuple) else (result,)
         assert torch.equal(out, torch.full_like(out, 3.0))
-        assert all(torch.equal(sums, torch.zeros(B, 1, S)) for sums in lse)
+        assert all(torch.equal(sums, torch.zeros(B, 1, S, device=device)) for sums in lse)
         return
     with pytest.raises(InvalidInput, match=rf"\(empty axis {axis}\), got {axis} = 0"):
         warmattn.attention(q, k, v, visible=visible, return_lse=return_lse)
 
 
 @each_form
-def test_b60_a_request_that_sees_no_key_gives_zero(form: str, D: int) -> None:
-    v = exact_values(torch.full((2, 1, 5, D), 3.0), form)
+def test_b60_a_request_that_sees_no_key_gives_zero(device: torch.device, form: str, D: int) -> None:
+    v = exact_values(torch.full((2, 1, 5, D), 3.0, device=device), form)
     starts = torch.tensor([5, 4], dtype=torch.int32)
     for visible in (Full(), Causal(2), Window(2, 2)):
         out, lse = attend_evenly(v, S=3, H=1, visible=visible, kv_start=starts)
         assert_same_bits(out[0], torch.zeros_like(out[0]))
         assert lse[0].flatten().tolist() == [HIDDEN] * 3
-        assert torch.equal(out[1, :, 2:], torch.full((1, 1, D), 3.0))
+        assert torch.equal(out[1, :, 2:], torch.full((1, 1, D), 3.0, device=device))
 
 
 @each_form
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
-def test_b71_autograd_is_never_silently_detached(operand: str, form: str, D: int) -> None:
-    case = make_inputs(0, S=2, T=3, D=D, values=form)
+def test_b71_autograd_is_never_silently_detached(
+    device: torch.device, operand: str, form: str, D: int
+) -> None:
+    case = make_inputs(0, device=device, S=2, T=3, D=D, values=form)
     operands = {"q": case.q, "k": case.k, "v": case.v.norms if isinstance(case.v, CodedValues) else case.v}
     operands[operand].requires_grad_()
     with pytest.raises(Unsupported, match=r"requires grad: forward only, use torch\.no_grad\(\)") as raised:

@@ -64,7 +64,7 @@ def strided(mask: Tensor, layout: str) -> Tensor:
         return mask.mT.contiguous().mT
     if layout == "inside":
         *planes, S, T = mask.shape
-        around = torch.full((*planes, S + 3, 2 * T + 5), math.nan).to(mask.dtype)
+        around = torch.full((*planes, S + 3, 2 * T + 5), math.nan).to(mask)
         around[..., 2 : S + 2, 4 : 2 * T + 4 : 2] = mask
         return around[..., 2 : S + 2, 4 : 2 * T + 4 : 2]
     return mask
@@ -78,8 +78,10 @@ layouts = st.sampled_from(["plain", "keys first", "inside"])
 
 @settings(max_examples=150)
 @given(seed=st.integers(0, 2**32 - 1), shape=shapes, layout=layouts, as_bool=st.booleans())
-def test_classifier_is_the_plain_loop(seed: int, shape: tuple[int, ...], layout: str, as_bool: bool) -> None:
-    mask = make_mask(seed, shape)
+def test_classifier_is_the_plain_loop(
+    device: torch.device, seed: int, shape: tuple[int, ...], layout: str, as_bool: bool
+) -> None:
+    mask = make_mask(seed, shape).to(device)
     mask = strided(mask == 0 if as_bool else mask, layout)
     tiles = warmattn.tile_map(mask)
     assert tiles.dtype == torch.uint8
@@ -130,10 +132,18 @@ def test_rank_4_is_hidden_or_open_only_where_every_plane_is() -> None:
     form=st.sampled_from(VALUE_FORMS),
 )
 def test_map_on_is_map_off(
-    seed: int, S: int, T: int, planes: tuple[int, ...], layout: str, as_bool: bool, D: int, form: str
+    device: torch.device,
+    seed: int,
+    S: int,
+    T: int,
+    planes: tuple[int, ...],
+    layout: str,
+    as_bool: bool,
+    D: int,
+    form: str,
 ) -> None:
-    case = make_inputs(seed, S=S, T=T, D=D, B=2, H=4, Hk=2, values=form)
-    mask = make_mask(seed, (*planes, S, T), cells=(0.0, -0.0, -math.inf, -3.0, 0.5))
+    case = make_inputs(seed, device=device, S=S, T=T, D=D, B=2, H=4, Hk=2, values=form)
+    mask = make_mask(seed, (*planes, S, T), cells=(0.0, -0.0, -math.inf, -3.0, 0.5)).to(device)
     mask = strided(mask == 0 if as_bool else mask, layout)
     results = [
         warmattn.attention(case.q, case.k, case.v, visible=External(mask, tiles), kv_len=T, return_lse=True)
@@ -146,11 +156,11 @@ def test_map_on_is_map_off(
 
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("form", VALUE_FORMS)
-def test_hidden_tiles_may_hold_nan_and_inf(form: str, D: int, seed: int) -> None:
+def test_hidden_tiles_may_hold_nan_and_inf(form: str, D: int, seed: int, device: torch.device) -> None:
     """16 keys that no row sees, first, in the middle and last; with the map and without."""
     S, T = 40, 150
-    case = make_inputs(seed, S=S, T=T, D=D, values=form)
-    mask = make_mask(seed, (S, T), cells=(0.0, -math.inf))
+    case = make_inputs(seed, device=device, S=S, T=T, D=D, values=form)
+    mask = make_mask(seed, (S, T), cells=(0.0, -math.inf)).to(device)
     hidden = [slice(0, 16), slice(64, 80), slice(144, 150)]
     for keys in hidden:
         mask[:, keys] = -math.inf
@@ -169,11 +179,13 @@ def test_hidden_tiles_may_hold_nan_and_inf(form: str, D: int, seed: int) -> None
 
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("with_map", [False, True])
-def test_a_non_finite_value_touches_only_the_rows_that_see_it(with_map: bool, D: int, seed: int) -> None:
+def test_a_non_finite_value_touches_only_the_rows_that_see_it(
+    with_map: bool, D: int, seed: int, device: torch.device
+) -> None:
     S, T = 40, 150
-    case = make_inputs(seed, S=S, T=T, D=D)
+    case = make_inputs(seed, device=device, S=S, T=T, D=D)
     assert isinstance(case.v, Tensor)
-    mask = torch.zeros(S, T, dtype=torch.float16)
+    mask = torch.zeros(S, T, dtype=torch.float16, device=device)
     mask[:32, 64:80] = -math.inf  # a hidden tile of the first rows only
     visible = External(mask, warmattn.tile_map(mask) if with_map else None)
     expected = warmattn.attention(case.q, case.k, case.v, visible=visible, kv_len=T)
@@ -184,26 +196,28 @@ def test_a_non_finite_value_touches_only_the_rows_that_see_it(with_map: bool, D:
 
 
 @pytest.mark.parametrize("D", HEAD_DIMS)
-def test_hidden_tiles_are_skipped_and_open_tiles_do_not_read_the_mask(D: int, seed: int) -> None:
+def test_hidden_tiles_are_skipped_and_open_tiles_do_not_read_the_mask(
+    D: int, seed: int, device: torch.device
+) -> None:
     """Maps that do not belong to their mask, to see that the mask is not looked at."""
     S, T = 40, 150
-    case = make_inputs(seed, S=S, T=T, D=D)
-    garbage = torch.full((S, T), math.nan, dtype=torch.float16)
+    case = make_inputs(seed, device=device, S=S, T=T, D=D)
+    garbage = torch.full((S, T), math.nan, dtype=torch.float16, device=device)
 
     def attend(byte: int) -> Tensor:
-        tiles = torch.full((2, 10), byte, dtype=torch.uint8)
+        tiles = torch.full((2, 10), byte, dtype=torch.uint8, device=device)
         return warmattn.attention(case.q, case.k, case.v, visible=External(garbage, tiles), kv_len=T)
 
     assert_same_bits(attend(0), torch.zeros_like(case.q, dtype=torch.float32))
     assert_same_bits(attend(2), warmattn.attention(case.q, case.k, case.v, visible=Full(), kv_len=T))
 
 
-def test_any_contiguous_map_of_the_right_shape_is_accepted(seed: int) -> None:
-    case = make_inputs(seed, S=40, T=33, D=256)
-    mask = make_mask(seed, (40, 33), cells=(0.0, -math.inf))
+def test_any_contiguous_map_of_the_right_shape_is_accepted(seed: int, device: torch.device) -> None:
+    case = make_inputs(seed, device=device, S=40, T=33, D=256)
+    mask = make_mask(seed, (40, 33), cells=(0.0, -math.inf)).to(device)
     expected = warmattn.attention(case.q, case.k, case.v, visible=External(mask), kv_len=33)
-    odd_place = torch.zeros(7, dtype=torch.uint8)[1:].view(2, 3).copy_(warmattn.tile_map(mask))
-    for tiles in (torch.tensor(classify(mask), dtype=torch.uint8), odd_place):
+    odd_place = torch.zeros(7, dtype=torch.uint8, device=device)[1:].view(2, 3).copy_(warmattn.tile_map(mask))
+    for tiles in (torch.tensor(classify(mask), dtype=torch.uint8, device=device), odd_place):
         out = warmattn.attention(case.q, case.k, case.v, visible=External(mask, tiles), kv_len=33)
         assert_same_bits(out, expected)
 

@@ -67,36 +67,38 @@ def select(v: Tensor | CodedValues, *index: slice) -> Tensor | CodedValues:
 @pytest.mark.parametrize("chunk", [7, 64, 512])
 @pytest.mark.parametrize("values", VALUE_FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_resumed_equals_one_shot(seed: int, kind: str, values: str, chunk: int) -> None:
+def test_resumed_equals_one_shot(seed: int, device: torch.device, kind: str, values: str, chunk: int) -> None:
     D, visible = KINDS[kind]
-    inputs = make_inputs(seed, S=530, T=530, D=D, H=2, Hk=1, values=values)
+    inputs = make_inputs(seed, device=device, S=530, T=530, D=D, H=2, Hk=1, values=values)
     same_bits(resumed(inputs, visible, chunk), rows_of(inputs, 0, 530, visible(0), 530))
 
 
 @pytest.mark.parametrize(
     ("kind", "values"), [("D 256 causal", "f16"), ("D 256 window", "codes8"), ("D 512 causal", "codes6")]
 )
-def test_row_by_row_equals_one_shot(seed: int, kind: str, values: str) -> None:
+def test_row_by_row_equals_one_shot(seed: int, device: torch.device, kind: str, values: str) -> None:
     D, visible = KINDS[kind]
-    inputs = make_inputs(seed, S=530, T=530, D=D, H=3, Hk=1, values=values)
+    inputs = make_inputs(seed, device=device, S=530, T=530, D=D, H=3, Hk=1, values=values)
     same_bits(resumed(inputs, visible, 1), rows_of(inputs, 0, 530, visible(0), 530))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resumed_over_several_splits(seed: int, kind: str) -> None:
+def test_resumed_over_several_splits(seed: int, device: torch.device, kind: str) -> None:
     """Past two splits of keys the merge law is at work; the last rows cross a split boundary."""
     D, visible = KINDS[kind]
     T, S = 8192 + 12, 25
-    inputs = make_inputs(seed, S=S, T=T, D=D, H=2, Hk=1, values="f16")
+    inputs = make_inputs(seed, device=device, S=S, T=T, D=D, H=2, Hk=1, values="f16")
     cold = rows_of(inputs, 0, S, visible(T - S), T)
     for chunk in (1, 7):
         same_bits(resumed(inputs, visible, chunk, first=T - S), cold)
 
 
 @pytest.mark.parametrize("D", [256, 512])
-def test_any_place_in_the_chunk(seed: int, D: int) -> None:
+def test_any_place_in_the_chunk(seed: int, device: torch.device, D: int) -> None:
     """Chunks that start 1 to 130 rows before a row's end put it at every place of a tile and of a block."""
-    inputs = make_inputs(seed, S=140, T=140, D=D, H=3, Hk=1, values="codes5", dtype=torch.bfloat16)
+    inputs = make_inputs(
+        seed, device=device, S=140, T=140, D=D, H=3, Hk=1, values="codes5", dtype=torch.bfloat16
+    )
     cold = rows_of(inputs, 0, 140, Causal(0), 140)
     for start in range(1, 131):
         same_bits(rows_of(inputs, start, 131, Causal(start), 131), part(cold, start, 131))
@@ -107,9 +109,9 @@ def test_any_place_in_the_chunk(seed: int, D: int) -> None:
 
 @pytest.mark.parametrize("values", VALUE_FORMS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
-def test_keys_past_the_row_and_capacity(seed: int, D: int, values: str) -> None:
+def test_keys_past_the_row_and_capacity(seed: int, device: torch.device, D: int, values: str) -> None:
     """T beyond what the row sees, C beyond T, and V with more rows than either."""
-    inputs = make_inputs(seed, S=3, T=400, D=D, values=values, C=400)
+    inputs = make_inputs(seed, device=device, S=3, T=400, D=D, values=values, C=400)
     alone = Inputs(
         inputs.q, inputs.k[:, :, :203], select(inputs.v, slice(None), slice(None), slice(203)), 203
     )
@@ -117,29 +119,32 @@ def test_keys_past_the_row_and_capacity(seed: int, D: int, values: str) -> None:
     for kv_len in (203, 204, 256, 257, 400):
         same_bits(rows_of(inputs, 0, 3, Causal(200), kv_len), expected)
     for C in (401, 1024):
-        larger = make_inputs(seed, S=3, T=400, D=D, values=values, C=C)
+        larger = make_inputs(seed, device=device, S=3, T=400, D=D, values=values, C=C)
         same_bits(rows_of(larger, 0, 3, Causal(200), 300), expected)
 
 
 @pytest.mark.parametrize("D", [256, 512])
-def test_many_keys_past_the_row(seed: int, D: int) -> None:
+def test_many_keys_past_the_row(seed: int, device: torch.device, D: int) -> None:
     """A split length that went by T would show: 8200 keys alone, and as the beginning of 20,000."""
-    inputs = make_inputs(seed, S=3, T=20_000, D=D, values="f16")
+    inputs = make_inputs(seed, device=device, S=3, T=20_000, D=D, values="f16")
     assert isinstance(inputs.v, Tensor)
     alone = Inputs(inputs.q, inputs.k[:, :, :8200], inputs.v[:, :, :8200], 8200)
     expected = rows_of(alone, 0, 3, Causal(8197), 8200)
     same_bits(rows_of(inputs, 0, 3, Causal(8197), 20_000), expected)
-    seen = (torch.arange(20_000) <= torch.arange(8197, 8200)[:, None]).expand(1, 1, 3, -1)
+    positions = torch.arange(20_000, device=device)
+    seen = (positions <= positions[8197:8200, None]).expand(1, 1, 3, -1)
     same_bits(rows_of(inputs, 0, 3, External(seen, tile_map(seen)), 20_000), expected)
 
 
 @pytest.mark.parametrize("kind", ["causal", "full"])
 @pytest.mark.parametrize("values", ["f32", "bf16", "codes8"])
 @pytest.mark.parametrize("D", [256, 512])
-def test_alone_or_in_a_batch_of_other_lengths(seed: int, D: int, values: str, kind: str) -> None:
+def test_alone_or_in_a_batch_of_other_lengths(
+    seed: int, device: torch.device, D: int, values: str, kind: str
+) -> None:
     """Sequences of one batch differ in length, offset and left padding."""
     kv_lens, offsets, starts = [90, 301, 4200], [86, 200, 4196], [0, 130, 4000]
-    inputs = make_inputs(seed, B=3, H=4, Hk=2, S=4, T=4200, D=D, values=values)
+    inputs = make_inputs(seed, device=device, B=3, H=4, Hk=2, S=4, T=4200, D=D, values=values)
 
     def int32(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -168,8 +173,8 @@ def test_alone_or_in_a_batch_of_other_lengths(seed: int, D: int, values: str, ki
 
 @pytest.mark.parametrize(("H", "Hk"), [(4, 4), (6, 2), (5, 1), (16, 1)])
 @pytest.mark.parametrize("D", [256, 512])
-def test_heads_packed_or_single(seed: int, D: int, H: int, Hk: int) -> None:
-    inputs = make_inputs(seed, H=H, Hk=Hk, S=45, T=300, D=D, values="codes8")
+def test_heads_packed_or_single(seed: int, device: torch.device, D: int, H: int, Hk: int) -> None:
+    inputs = make_inputs(seed, device=device, H=H, Hk=Hk, S=45, T=300, D=D, values="codes8")
     out, lse = rows_of(inputs, 0, 45, Causal(255), 300)
     for h in range(H):
         head, kv_head = slice(h, h + 1), slice(h // (H // Hk), h // (H // Hk) + 1)
@@ -189,13 +194,13 @@ def banded(S: int, T: int, q_offset: int, window: int) -> Tensor:
 
 
 def additive(seen: Tensor, zero: float = 0.0) -> Tensor:
-    return torch.full(seen.shape, zero, dtype=torch.float16).masked_fill_(~seen, -INF)
+    return torch.full_like(seen, zero, dtype=torch.float16).masked_fill_(~seen, -INF)
 
 
 @pytest.mark.parametrize("D", HEAD_DIMS)
-def test_every_way_to_show_the_same_keys(seed: int, D: int) -> None:
+def test_every_way_to_show_the_same_keys(seed: int, device: torch.device, D: int) -> None:
     S, T, q_offset = 70, 420, 350
-    inputs = make_inputs(seed, H=4, Hk=2, S=S, T=T, D=D, values="codes6")
+    inputs = make_inputs(seed, device=device, H=4, Hk=2, S=S, T=T, D=D, values="codes6")
 
     def assert_all_equal(*kinds: Visibility) -> None:
         expected = rows_of(inputs, 0, S, kinds[0], T)
@@ -203,7 +208,7 @@ def test_every_way_to_show_the_same_keys(seed: int, D: int) -> None:
             same_bits(rows_of(inputs, 0, S, kind, T), expected)
 
     for window in (1, 16, 100, T):
-        seen = banded(S, T, q_offset, window)
+        seen = banded(S, T, q_offset, window).to(device)
         masks = (additive(seen), additive(seen, -0.0), seen)
         rank_4 = additive(seen).expand(1, 4, S, T)
         assert_all_equal(
@@ -214,7 +219,7 @@ def test_every_way_to_show_the_same_keys(seed: int, D: int) -> None:
             External(rank_4, tile_map(rank_4)),
         )
     assert_all_equal(Causal(q_offset), Window(T, q_offset), Window(2**40, q_offset))
-    everything = torch.ones(S, T, dtype=torch.bool)
+    everything = torch.ones(S, T, dtype=torch.bool, device=device)
     assert_all_equal(
         Full(), External(everything), External(additive(everything), tile_map(additive(everything)))
     )
@@ -225,38 +230,38 @@ def test_every_way_to_show_the_same_keys(seed: int, D: int) -> None:
 
 
 @pytest.mark.parametrize("D", [256, 512])
-def test_a_map_with_every_kind_of_tile(seed: int, D: int) -> None:
+def test_a_map_with_every_kind_of_tile(seed: int, device: torch.device, D: int) -> None:
     """Mixed, open and hidden tiles at random, and finite cells, over odd sizes."""
     S, T = 77, 301
-    inputs = make_inputs(seed, B=2, H=4, Hk=2, S=S, T=T, D=D, values="f16")
+    inputs = make_inputs(seed, device=device, B=2, H=4, Hk=2, S=S, T=T, D=D, values="f16")
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(3, (3, 19), generator=generator)
     kinds = kinds.repeat_interleave(32, dim=0).repeat_interleave(16, dim=1)[:S, :T]
     mixed = torch.randn(2, 4, S, T, generator=generator).half()
     mixed[torch.rand(mixed.shape, generator=generator) < 0.5] = -INF
-    mask = mixed.masked_fill(kinds == 0, -INF).masked_fill(kinds == 2, 0.0)
+    mask = mixed.masked_fill(kinds == 0, -INF).masked_fill(kinds == 2, 0.0).to(device)
     same_bits(
         rows_of(inputs, 0, S, External(mask, tile_map(mask)), T), rows_of(inputs, 0, S, External(mask), T)
     )
 
 
 @pytest.mark.parametrize("D", [256, 512])
-def test_kv_start_hides_as_a_mask_does(seed: int, D: int) -> None:
+def test_kv_start_hides_as_a_mask_does(seed: int, device: torch.device, D: int) -> None:
     S, T, start = 20, 290, 141
-    inputs = make_inputs(seed, S=S, T=T, D=D)
+    inputs = make_inputs(seed, device=device, S=S, T=T, D=D)
     left_padded = attention(
         inputs.q, inputs.k, inputs.v, visible=Full(), kv_len=T, kv_start=start, return_lse=True
     )
-    seen = (torch.arange(T) >= start).expand(S, T)
+    seen = (torch.arange(T, device=device) >= start).expand(S, T)
     same_bits(rows_of(inputs, 0, S, External(seen), T), left_padded)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("D", [256, 512])
-def test_a_cache_of_the_later_part(seed: int, D: int, splits: int) -> None:
+def test_a_cache_of_the_later_part(seed: int, device: torch.device, D: int, splits: int) -> None:
     """key_offset at a multiple of the split length keeps the bits of rows that see later keys alone."""
     S, T, window = 5, 8192 + 300, 200
-    inputs = make_inputs(seed, S=S, T=T, D=D, values="codes8")
+    inputs = make_inputs(seed, device=device, S=S, T=T, D=D, values="codes8")
     visible = Window(window, T - S)
     whole = rows_of(inputs, 0, S, visible, T)
     offset = splits * explain(inputs.q, inputs.k, inputs.v, visible=visible, kv_len=T).tiling.split
@@ -276,30 +281,50 @@ def test_a_cache_of_the_later_part(seed: int, D: int, splits: int) -> None:
 # Where the operands lie.
 
 
+def offset_by_one(tensor: Tensor) -> Tensor:
+    """A copy that starts one element into its buffer."""
+    return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+
+def odd_rows(tensor: Tensor) -> Tensor:
+    """A copy whose rows are D + 1 elements apart."""
+    *lead, D = tensor.shape
+    return tensor.new_zeros(*lead, D + 1)[..., :D].copy_(tensor)
+
+
+def rows_before_heads(tensor: Tensor) -> Tensor:
+    """A copy in the memory order [B, S or T, heads, D]."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def unaligned(tensor: Tensor) -> Tensor:
-    """A padded copy that starts one element into its buffer, in the memory order [B, S or T, heads, D]."""
+    """All of it: one element in, odd rows, before the heads."""
     B, heads, rows, D = tensor.shape
-    buffer = torch.zeros(B, rows, heads, D + 3, dtype=tensor.dtype)
-    view = buffer.flatten()[1:].as_strided(
-        tensor.shape, (rows * heads * (D + 3), D + 3, heads * (D + 3), 1), buffer.storage_offset() + 1
-    )
-    return view.copy_(tensor)
+    buffer = tensor.new_zeros(B * rows * heads * (D + 3) + 1)
+    strides = (rows * heads * (D + 3), D + 3, heads * (D + 3), 1)
+    return buffer.as_strided(tensor.shape, strides, 1).copy_(tensor)
 
 
+LAYOUTS = (offset_by_one, odd_rows, rows_before_heads, unaligned)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("values", VALUE_FORMS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
-def test_layout_and_alignment(seed: int, D: int, values: str) -> None:
-    inputs = make_inputs(seed, B=2, H=4, Hk=2, S=9, T=200, D=D, values=values)
+def test_layout_and_alignment(
+    seed: int, device: torch.device, D: int, values: str, layout: Callable[[Tensor], Tensor]
+) -> None:
+    inputs = make_inputs(seed, device=device, B=2, H=4, Hk=2, S=9, T=200, D=D, values=values)
     expected = rows_of(inputs, 0, 9, Causal(191), 200)
     if isinstance(inputs.v, Tensor):
-        v = unaligned(inputs.v)
+        v = layout(inputs.v)
     else:
         norms = inputs.v.norms.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
-        v = CodedValues(unaligned(inputs.v.codes), norms, inputs.v.codebook, inputs.v.sf)
-    out = unaligned(torch.full_like(expected[0], math.nan))
+        v = CodedValues(layout(inputs.v.codes), norms, inputs.v.codebook, inputs.v.sf)
+    out = layout(torch.full_like(expected[0], math.nan))
     result = attention(
-        unaligned(inputs.q),
-        unaligned(inputs.k),
+        layout(inputs.q),
+        layout(inputs.k),
         v,
         visible=Causal(191),
         kv_len=200,
@@ -308,6 +333,23 @@ def test_layout_and_alignment(seed: int, D: int, values: str) -> None:
     )
     assert result[0] is out
     same_bits(result, expected)
+
+
+@pytest.mark.parametrize("values", ["f32", "f16", "codes8"])
+@pytest.mark.parametrize("D", HEAD_DIMS)
+def test_a_batch_that_shares_its_cache(seed: int, device: torch.device, D: int, values: str) -> None:
+    """K, V, codes and norms of one sequence, expanded: their batch stride is 0."""
+    one = make_inputs(seed, device=device, H=4, Hk=2, S=9, T=200, D=D, values=values)
+    q = torch.cat([one.q, -one.q, one.q / 2])
+    if isinstance(one.v, Tensor):
+        v = one.v.expand(3, -1, -1, -1)
+    else:
+        codes, norms = (tensor.expand(3, -1, -1, -1) for tensor in (one.v.codes, one.v.norms))
+        v = CodedValues(codes, norms, one.v.codebook, one.v.sf)
+    out, lse = rows_of(Inputs(q, one.k.expand(3, -1, -1, -1), v, 200), 0, 9, Causal(191), 200)
+    for b in range(3):
+        alone = rows_of(Inputs(q[b : b + 1], one.k, one.v, 200), 0, 9, Causal(191), 200)
+        same_bits((out[b : b + 1], lse[b : b + 1]), alone)
 
 
 # The machine.
@@ -335,8 +377,8 @@ def test_number_of_threads(seed: int, D: int) -> None:
         same_bits(result, results[0])
 
 
-def test_callers_at_the_same_time(seed: int) -> None:
-    inputs = make_inputs(seed, H=4, Hk=2, S=20, T=500, D=256, values="codes8")
+def test_callers_at_the_same_time(seed: int, device: torch.device) -> None:
+    inputs = make_inputs(seed, device=device, H=4, Hk=2, S=20, T=500, D=256, values="codes8")
     expected = rows_of(inputs, 0, 20, Causal(480), 500)
     with ThreadPoolExecutor(4) as pool:
         for result in pool.map(lambda _: rows_of(inputs, 0, 20, Causal(480), 500), range(12)):
@@ -371,26 +413,28 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "autocast to bfloat16": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "autocast to float16": lambda: torch.autocast("cpu", dtype=torch.float16),
-    "matmul precision high": lambda: matmul_precision("high"),
-    "matmul precision medium": lambda: matmul_precision("medium"),
-    "default dtype float64": lambda: default_dtype(torch.float64),
-    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
-    "default device": lambda: torch.device("meta"),
-    "inference mode": torch.inference_mode,
-    "deterministic algorithms": deterministic,
+SURROUNDINGS: dict[str, Callable[[torch.device], AbstractContextManager[object]]] = {
+    "autocast to bfloat16": lambda device: torch.autocast(device.type, dtype=torch.bfloat16),
+    "autocast to float16": lambda device: torch.autocast(device.type, dtype=torch.float16),
+    "matmul precision high": lambda _: matmul_precision("high"),
+    "matmul precision medium": lambda _: matmul_precision("medium"),
+    "default dtype float64": lambda _: default_dtype(torch.float64),
+    "default dtype bfloat16": lambda _: default_dtype(torch.bfloat16),
+    "default device": lambda _: torch.device("meta"),
+    "inference mode": lambda _: torch.inference_mode(),
+    "deterministic algorithms": lambda _: deterministic(),
 }
 """torch's settings that a model's code makes around a call."""
 
 
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 @pytest.mark.parametrize("D", [256, 512])
-def test_settings_of_torch_around_the_call(seed: int, D: int, surroundings: str) -> None:
-    inputs = make_inputs(seed, S=9, T=300, D=D, values="codes8")
+def test_settings_of_torch_around_the_call(
+    seed: int, device: torch.device, D: int, surroundings: str
+) -> None:
+    inputs = make_inputs(seed, device=device, S=9, T=300, D=D, values="codes8")
     expected = rows_of(inputs, 0, 9, Causal(291), 300)
-    with SURROUNDINGS[surroundings]():
+    with SURROUNDINGS[surroundings](device):
         result = rows_of(inputs, 0, 9, Causal(291), 300)
     same_bits(result, expected)
 
@@ -403,15 +447,18 @@ EDGES = torch.tensor([0.0, -0.0, 2.0**-24, -(2.0**-24), 2.0**-14, 1.0, -1.0, 655
 @pytest.mark.parametrize("spread", [2.0**-20, 1.0, 300.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("D", [256, 512])
-def test_edges_of_the_formats(seed: int, D: int, dtype: torch.dtype, spread: float) -> None:
+def test_edges_of_the_formats(
+    seed: int, device: torch.device, D: int, dtype: torch.dtype, spread: float
+) -> None:
     """Scores that underflow or are huge; subnormals, signed zeros, the largest values in every operand."""
     generator = torch.Generator().manual_seed(seed)
-    inputs = make_inputs(seed, S=140, T=270, D=D, H=3, Hk=1, values="f16", dtype=dtype, C=270)
+    inputs = make_inputs(seed, device=device, S=140, T=270, D=D, H=3, Hk=1, values="f16", dtype=dtype, C=270)
     q, k, v = inputs.q * spread, inputs.k.clone(), inputs.v
     assert isinstance(v, Tensor)
     for operand in (q, k, v):
-        edges = EDGES[torch.randint(len(EDGES), operand.shape, generator=generator)].to(operand.dtype)
-        operand.copy_(torch.where(torch.rand(operand.shape, generator=generator) < 0.01, edges, operand))
+        edges = EDGES[torch.randint(len(EDGES), operand.shape, generator=generator)].to(operand)
+        rare = torch.rand(operand.shape, generator=generator) < 0.01
+        operand.copy_(torch.where(rare.to(device), edges, operand))
     extreme = Inputs(q.to(dtype), k, v, 270)
     cold = rows_of(extreme, 0, 140, Causal(130), 270)
     assert bool(cold[0].isfinite().all())
@@ -422,15 +469,15 @@ def test_edges_of_the_formats(seed: int, D: int, dtype: torch.dtype, spread: flo
 
 @pytest.mark.parametrize("values", [torch.float32, torch.float16])
 @pytest.mark.parametrize("D", [256, 512])
-def test_the_sign_of_zero(D: int, values: torch.dtype) -> None:
+def test_the_sign_of_zero(device: torch.device, D: int, values: torch.dtype) -> None:
     """Weights underflow on the least negative value of V, and the one key that counts holds −0: the sum is
     −0, or 0 once a key that the row does not see adds its 0.
     """
     T, row = 300, 255
     tiny, score = {torch.float32: (-(2.0**-149), 100.0), torch.float16: (-(2.0**-24), 100.0)}[values]
-    q, k = torch.zeros(2, 1, 1, T, D, dtype=torch.float16)
+    q, k = torch.zeros(2, 1, 1, T, D, dtype=torch.float16, device=device)
     q[..., 0], k[0, 0, row, 0] = 1.0, score
-    v = torch.full((1, 1, T, D), tiny, dtype=values)
+    v = torch.full((1, 1, T, D), tiny, dtype=values, device=device)
     v[0, 0, row] = -0.0
     inputs = Inputs(q, k, v, T)
 
@@ -443,8 +490,8 @@ def test_the_sign_of_zero(D: int, values: torch.dtype) -> None:
         same_bits(part(call(start, T), row - start, row - start + 1), alone)
 
 
-def test_rerun(seed: int) -> None:
-    inputs = make_inputs(seed, H=4, Hk=2, S=33, T=700, D=512, values="codes8")
+def test_rerun(seed: int, device: torch.device) -> None:
+    inputs = make_inputs(seed, device=device, H=4, Hk=2, S=33, T=700, D=512, values="codes8")
     expected = rows_of(inputs, 0, 33, Causal(667), 700)
     for _ in range(5):
         same_bits(rows_of(inputs, 0, 33, Causal(667), 700), expected)

@@ -22,7 +22,7 @@ from warmattn.call import AttentionCall
 from warmattn.codec.turboquant import decode_values
 from warmattn.codec.values import CodedValues
 from warmattn.errors import InvalidInput, Unsupported
-from warmattn.partials import Exponential, Partials, finish, merge
+from warmattn.partials import Partials, finish, merge
 from warmattn.testing import VALUE_FORMS, Inputs, make_inputs, relative_error, tolerance
 from warmattn.visibility import Causal, External, Full, Visibility, Window, tile_map
 
@@ -356,8 +356,7 @@ def _merged(target: Target, x: Inputs) -> tuple[Tensor, Tensor]:
     """The causal call's result by way of `run_partials` and the merge law."""
     visible = Causal(x.kv_len - x.q.shape[2])
     call = AttentionCall.of(x.q, x.k, x.v, visible=visible, kv_len=x.kv_len).rounded().check()
-    exponential = Exponential.of(call.D, call.scale)
-    parts = load(target.backend).run_partials(call).partials
+    _, parts, exponential = load(target.backend).run_partials(call)
     return finish(merge(map(Partials._make, zip(*parts, strict=True)), exponential), exponential)
 
 

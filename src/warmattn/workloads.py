@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from warmattn.visibility import Causal, Visibility, Window
 
-__all__ = ["CPU_WORKLOADS", "Workload"]
+__all__ = ["CPU_WORKLOADS", "H200_WORKLOADS", "Workload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,11 @@ class Workload:
         return self.keys - self.rows
 
     @property
+    def first_key(self) -> int:
+        """The first key that some row sees."""
+        return 0 if self.window is None else max(0, self.q_offset - self.window + 1)
+
+    @property
     def visible(self) -> Visibility:
         if self.window is None:
             return Causal(self.q_offset)
@@ -49,3 +54,18 @@ CPU_WORKLOADS = (
     Workload("F decode 1 x 8192, D512", 512, 8, 2, 1, 8192),
 )
 """Cold prefills, warm resumes and a decode step of Gemma-like layers, sized for a few CPU cores."""
+
+H200_WORKLOADS = (
+    Workload("L", 256, 16, 8, 16, 64),
+    Workload("S1", 256, 16, 8, 4096, 4096),
+    Workload("S2", 256, 16, 8, 2048, 32768, 1024),
+    Workload("S3", 256, 16, 8, 512, 32768),
+    Workload("S8", 256, 16, 8, 16, 32768),
+    Workload("S4", 512, 16, 2, 4096, 4096),
+    Workload("S5", 512, 16, 2, 512, 32768),
+    Workload("S6", 512, 16, 2, 16, 131072),
+    Workload("S7", 512, 16, 2, 2048, 65536),
+)
+"""Cold prefills and warm resumes of Gemma-like layers, sized for one data-centre GPU. L is so small that the
+launch is all it takes.
+"""

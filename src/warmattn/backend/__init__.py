@@ -12,7 +12,7 @@ import torch
 
 from warmattn.call import AttentionCall
 from warmattn.errors import InvalidInput, Unsupported
-from warmattn.partials import Partials
+from warmattn.partials import Exponential, Partials
 from warmattn.pipelines import PipelineKey
 
 __all__ = ["Backend", "BackendStatus", "SplitPartials", "Tiling", "backends", "load", "select"]
@@ -40,10 +40,12 @@ class SplitPartials(NamedTuple):
         first: index of the first split: its keys start at row ``first * split`` of K.
         partials: stacked over N splits in key order: ``[N, B, H, S]`` and ``[N, B, H, S, D]``, contiguous
             float32.
+        exponential: what weighs them: the units of their maxima are the backend's own.
     """
 
     first: int
     partials: Partials
+    exponential: Exponential
 
 
 class Backend(Protocol):
@@ -87,7 +89,7 @@ class BackendStatus(NamedTuple):
     device_types: tuple[str, ...]
 
 
-_TABLE = {"cpu": "warmattn.backend.cpu"}
+_TABLE = {"cuda": "warmattn.backend.cuda", "cpu": "warmattn.backend.cpu"}
 """Modules by backend name, in the order "auto" tries them; each holds its backend as ``BACKEND``."""
 
 

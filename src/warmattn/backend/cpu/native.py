@@ -179,7 +179,7 @@ def run_partials(isa: Isa, call: AttentionCall) -> SplitPartials:
     native.first_split, native.splits = first, end - first
     native.maximum, native.sum, native.accumulator = (part.data_ptr() for part in partials)
     _attend(isa, native)
-    return SplitPartials(first, partials)
+    return SplitPartials(first, partials, _exponential(call))
 
 
 def _attend(isa: Isa, native: _Call) -> None:

@@ -54,7 +54,7 @@ def run_partials(call: AttentionCall) -> SplitPartials:
             index = (split - first, block.b, block.heads, block.rows)
             for whole, part in zip(partials, block.attend(split), strict=True):
                 whole[index] = part[: block.size]
-    return SplitPartials(first, partials)
+    return SplitPartials(first, partials, blocks[0].exponential)
 
 
 def _blocks(call: AttentionCall) -> Iterator[_Block]:

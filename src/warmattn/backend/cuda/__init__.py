@@ -1,0 +1,72 @@
+"""The CUDA backend."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from warmattn.backend import SplitPartials, Tiling
+from warmattn.call import AttentionCall
+from warmattn.pipelines import PipelineKey
+
+__all__ = ["BACKEND", "CudaBackend"]
+
+_HOPPER = (9, 0)
+_HOPPER_HEAD_DIMS = (256, 512)
+
+
+class CudaBackend:
+    """Attention on NVIDIA GPUs, by Triton. Its kernels are imported, and compiled, when they are needed."""
+
+    name = "cuda"
+    device_types = ("cuda",)
+
+    def unavailable(self) -> str | None:
+        return _unavailable()
+
+    def supports(self, call: AttentionCall) -> str | None:
+        device = call.q.device
+        if device.type != "cuda":
+            return f"operands are on {device}, not on a GPU"
+        if _capability(device.index) != _HOPPER:
+            return f"{device} has compute capability {_capability(device.index)}, the kernels need {_HOPPER}"
+        if call.D not in _HOPPER_HEAD_DIMS:
+            return f"head dim {call.D}: expected one of {_HOPPER_HEAD_DIMS}"
+        return None
+
+    def tiling(self, head_dim: int) -> Tiling:
+        from warmattn.backend.cuda import launch
+
+        return launch.HOPPER_TILING[head_dim]
+
+    def build(self, key: PipelineKey, device: torch.device) -> None:
+        from warmattn.backend.cuda import launch
+
+        launch.compiled(key, device)
+
+    def run(self, call: AttentionCall) -> None:
+        from warmattn.backend.cuda import launch
+
+        launch.run(call)
+
+    def run_partials(self, call: AttentionCall) -> SplitPartials:
+        from warmattn.backend.cuda import launch
+
+        return launch.run_partials(call)
+
+
+@cache
+def _unavailable() -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None if torch.cuda.is_available() else "torch finds no CUDA device"
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+BACKEND = CudaBackend()

@@ -1,0 +1,303 @@
+"""From an `AttentionCall` to kernels on a stream, and the building of those kernels ahead of time."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import _allocation, driver
+
+from warmattn.backend import SplitPartials, Tiling
+from warmattn.backend.cuda import hopper, merge
+from warmattn.backend.cuda.tuning import HOPPER, HOPPER_SPLIT
+from warmattn.backend.cuda.workspace import Workspace
+from warmattn.call import LARGEST_POSITION, AttentionCall
+from warmattn.partials import Exponential, Partials
+
+__all__ = ["BASE_TWO", "HOPPER_TILING", "run", "run_partials"]
+
+BASE_TWO = Exponential(1.0, True, math.log(2.0))
+"""What weighs the kernels' partial results: their maxima are exponents of two."""
+
+_ROWS, _TILE, _COLUMNS = 128, 64, 256
+HOPPER_TILING = {D: Tiling(_ROWS, _TILE, split) for D, split in HOPPER_SPLIT.items()}
+
+_FULL = 0.7
+"""Where programs fill this part of the device, each walks all splits of its rows, one after the other."""
+_SCRATCH = 256
+"""Bytes of global memory in which one program of the Hopper kernel keeps its descriptors."""
+_V_SCALED = 2.0**-8
+"""Undoes the scaling of converted values."""
+
+_WORKSPACE = Workspace()
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+class _Outputs(NamedTuple):
+    """Where `hopper.attend` writes, by address. ``walk``: the result itself; else partials per split."""
+
+    walk: bool
+    out: int
+    maxima: int
+    sums: int
+    first_split: int
+    splits: int
+
+
+def run(call: AttentionCall) -> None:
+    """Write ``call.out``, and ``call.lse`` unless it is ``None``."""
+    assert call.out is not None
+    index = call.q.device.index
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return run(call)
+    stream = driver.active.get_current_stream(index)
+    programs, rows = _programs(call), call.B * call.H * call.S
+    first, splits = _visible_splits(call)
+    walk = splits == 1 or programs >= _FULL * _processors(index)
+    if walk:
+        splits = 1
+    scratch_size = _SCRATCH * programs * splits
+    row_bytes = 4 * splits * rows
+    part_bytes = 0 if walk else row_bytes * call.D
+    workspace = _WORKSPACE.take(scratch_size + part_bytes + 2 * row_bytes, call.q.device, stream)
+    parts = workspace.data_ptr() + scratch_size
+    maxima = parts + part_bytes
+    outputs = _Outputs(walk, call.out.data_ptr() if walk else parts, maxima, maxima + row_bytes, first, splits)
+    _attend(call, outputs, workspace, stream)
+    if not walk:
+        _merge(call, outputs, rows, stream)
+    elif call.lse is not None:
+        _log_sum_exp(call, outputs, rows, stream)
+    return None
+
+
+def run_partials(call: AttentionCall) -> SplitPartials:
+    """Partial results per split, for the splits that any row of the call sees a key of (at least one)."""
+    device = call.q.device
+    with torch.cuda.device(device):
+        stream = driver.active.get_current_stream(device.index)
+        first, splits = _visible_splits(call)
+        shape = (splits, *call.q.shape)
+        maxima, sums, parts = (
+            torch.empty(size, dtype=torch.float32, device=device) for size in (shape[:-1], shape[:-1], shape)
+        )
+        scratch = _WORKSPACE.take(_SCRATCH * _programs(call) * splits, device, stream)
+        pointers = (tensor.data_ptr() for tensor in (parts, maxima, sums))
+        _attend(call, _Outputs(False, *pointers, first, splits), scratch, stream)
+    return SplitPartials(first, Partials(maxima, sums, parts), BASE_TWO)
+
+
+def _programs(call: AttentionCall) -> int:
+    """Programs that walk all splits."""
+    return call.B * call.Hk * (call.D // _COLUMNS) * -(-call.S * call.group // _ROWS)
+
+
+@cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _visible_splits(call: AttentionCall) -> tuple[int, int]:
+    """First and number of the splits that hold a key which some row may see, as far as the host knows."""
+    start = 0 if isinstance(call.kv_start, Tensor) else call.kv_start
+    end = call.C if isinstance(call.kv_len, Tensor) else call.kv_len
+    if call.causal and not isinstance(call.q_offset, Tensor):
+        position = call.q_offset - call.key_offset
+        end = min(end, position + call.S)
+        if call.window is not None:
+            start = max(start, position - call.window + 1)
+    if start >= end:
+        return 0, 1
+    split = HOPPER_SPLIT[call.D]
+    first = start // split
+    return first, -(-end // split) - first
+
+
+def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int) -> None:
+    q, k, v, D = call.q, call.k, call.v, call.D
+    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    form = "codes" if call.norms is not None else "f16" if v.dtype == torch.float16 else "f32"
+    bulk_k = _aligned(q, q_strides) and _aligned(k, k_strides)
+    aligned_v = _aligned(v, v_strides)
+    bulk_v = form == "f16" and call.mask is None and bulk_k and aligned_v
+    q_unit = k_unit = v_unit = 1
+    if bulk_k:
+        q_unit = k_unit = 8
+    if aligned_v:
+        v_unit = 16 // v.element_size()
+
+    walk, out, maxima, sums, first_split, splits = outputs
+    out_batch, out_head, out_row, aligned_out = 0, 0, 0, True
+    if walk:
+        assert call.out is not None
+        out_batch, out_head, out_row, _ = call.out.stride()
+        aligned_out = (out_batch | out_head | out_row) % 2 == 0 and out % 16 == 0
+        if aligned_out:
+            out_batch, out_head, out_row = out_batch // 2, out_head // 2, out_row // 2
+
+    norms, norm_strides, centroids, code_mask, spread = 0, (0, 0, 0, 0), 0, 0, (0.0, 0.0)
+    if call.norms is not None:
+        assert call.centroids is not None
+        dense = call.norms if call.norms.ndim == 4 else call.norms[..., None]
+        norms, norm_strides, centroids = dense.data_ptr(), dense.stride(), call.centroids.data_ptr()
+        code_mask, spread = len(call.centroids) - 1, _spread(call.centroids)
+
+    scale = call.scale if call.softcap is None else 1.0
+    mask, mask_strides, inverse_scale, mask_dtype, tile_map, map_columns = 0, (0, 0, 0, 0), 1.0, None, 0, 0
+    if call.mask is not None:
+        planes = call.mask if call.mask.ndim == 4 else call.mask[None, None]
+        mask, mask_strides, inverse_scale = planes.data_ptr(), planes.expand(call.B, call.H, -1, -1).stride(), 1 / scale
+        mask_dtype = torch.uint8 if planes.dtype == torch.bool else planes.dtype
+        if call.tile_map is not None:
+            tile_map, map_columns = call.tile_map.data_ptr(), call.tile_map.shape[1]
+
+    tensor_lengths = (
+        isinstance(call.q_offset, Tensor) or isinstance(call.kv_len, Tensor) or isinstance(call.kv_start, Tensor)
+    )
+    pointers, numbers = (0, 0, 0), (call.q_offset, call.kv_len, call.kv_start)
+    if tensor_lengths:
+        on_device = [_on_device(number, call.B, q.device) for number in numbers]  # alive until the launch
+        pointers, numbers = tuple(length.data_ptr() for length in on_device), (0, 0, 0)
+
+    variant = "copied" if bulk_v else "loaded" if form == "f16" else "converted"
+    constants = (
+        D, call.causal, call.window is not None, call.mask is not None, call.tile_map is not None,
+        call.softcap is not None, tensor_lengths, form, bulk_k, bulk_v, aligned_v, aligned_out, walk,
+        HOPPER_SPLIT[D], *HOPPER[D, variant],
+    )  # fmt: skip
+    kernel = _kernel(q.device.index, q.dtype, v.dtype, mask_dtype, constants)
+    token = _allocation._allocator.set(lambda size, alignment, stream: scratch)
+    _CURRENT.call = call
+    try:
+        kernel[call.B * call.Hk * (D // _COLUMNS), -(-call.S * call.group // _ROWS), splits](
+            q.data_ptr(), q_strides[0] // q_unit, q_strides[1] // q_unit, q_strides[2] // q_unit,
+            k.data_ptr(), k_strides[0], k_strides[1], k_strides[2] // k_unit,
+            v.data_ptr(), v_strides[0] // v_unit, v_strides[1] // v_unit, v_strides[2] // v_unit,
+            norms, *norm_strides, centroids, code_mask, *spread, call.sf,
+            mask, *mask_strides, inverse_scale, tile_map, map_columns,
+            out, out_batch, out_head, out_row, maxima, sums, 1.0 if form == "f16" else _V_SCALED,
+            *pointers, *numbers, call.key_offset, min(call.window or 0, LARGEST_POSITION),
+            call.H, call.Hk, call.S, call.C, _factor(scale),
+            0.0 if call.softcap is None else call.scale / call.softcap, call.softcap or 0.0, first_split, call.B,
+            *constants, stream=stream,
+        )  # fmt: skip
+    finally:
+        _allocation._allocator.reset(token)
+
+
+def _aligned(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether every row begins at a multiple of 16 bytes, and 64 rows span less than 2^31 elements."""
+    batch, head, row, _ = strides
+    unit = 16 // tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and (batch | head | row) % unit == 0 and 0 < row < 2**24
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """A pointer's type, and whether it is a multiple of 16, as Triton asks a tensor for them."""
+
+    dtype: torch.dtype
+    aligned: bool
+
+    def data_ptr(self) -> int:
+        return 0 if self.aligned else 1
+
+
+def _kernel(
+    index: int, scores: torch.dtype, values: torch.dtype, mask: torch.dtype | None, constants: tuple[Any, ...]
+) -> Any:
+    """`hopper.attend` compiled for these types and constants."""
+    key = (index, scores, values, mask, constants)
+    found = _COMPILED.get(key)
+    if found is None:
+        bulk_k, _, aligned_v, aligned_out = constants[8:12]
+        types = {
+            "q": _Pointer(scores, bulk_k),
+            "k": _Pointer(scores, bulk_k),
+            "v": _Pointer(values, aligned_v),
+            "mask": _Pointer(mask or torch.uint8, False),
+            "tile_map": _Pointer(torch.uint8, False),
+            "out": _Pointer(torch.float32, aligned_out),
+            **dict.fromkeys(("norms", "centroids", "maxima", "sums"), _Pointer(torch.float32, False)),
+            **dict.fromkeys(("q_offsets", "kv_lens", "kv_starts"), _Pointer(torch.int32, False)),
+            **dict.fromkeys(
+                ("least", "most", "sf", "inverse_scale", "unscale", "factor", "cap_in", "cap_out"), 1.0
+            ),
+        }
+        names = [parameter.name for parameter in hopper.attend.params if not parameter.is_constexpr]
+        arguments = [types.get(name, 2) for name in names]
+        found = hopper.attend.warmup(*arguments, *constants, grid=(1,), num_warps=4, enable_fp_fusion=False)
+        _COMPILED[key] = found
+    return found
+
+
+@cache
+def _factor(scale: float) -> float:
+    """``fl32(fl32(scale) * fl32(log2 e))``: scores become exponents of two."""
+    return ctypes.c_float(scale * ctypes.c_float(math.log2(math.e)).value).value
+
+
+_SPREADS: dict[int, tuple[Tensor, tuple[float, float]]] = {}
+
+
+def _spread(centroids: Tensor) -> tuple[float, float]:
+    """Least and largest magnitude of a codebook; read from the device once."""
+    known = _SPREADS.get(id(centroids))
+    if known is None:
+        magnitudes = centroids.abs().cpu()
+        known = _SPREADS[id(centroids)] = (centroids, (float(magnitudes.min()), float(magnitudes.max())))
+    return known[1]
+
+
+def _on_device(length: int | Tensor, batch: int, device: torch.device) -> Tensor:
+    if isinstance(length, Tensor):
+        return length.to(device, non_blocking=True).contiguous()
+    return torch.full((batch,), length, dtype=torch.int32, device=device)
+
+
+def _merge(call: AttentionCall, outputs: _Outputs, rows: int, stream: int) -> None:
+    out, lse = call.out, call.lse
+    assert out is not None
+    columns = merge.COLUMNS
+    lse_pointer, lse_strides = (0, (0, 0, 0)) if lse is None else (lse.data_ptr(), lse.stride())
+    kernel = _merging(out.device.index, "merge_splits", (call.D, columns, lse is not None))
+    kernel[rows, call.D // columns, 1](
+        outputs.out, outputs.maxima, outputs.sums, outputs.splits, rows, call.H, call.S,
+        out.data_ptr(), *out.stride()[:3], lse_pointer, *lse_strides, call.D, columns, lse is not None, stream=stream,
+    )  # fmt: skip
+
+
+def _log_sum_exp(call: AttentionCall, outputs: _Outputs, rows: int, stream: int) -> None:
+    lse = call.lse
+    assert lse is not None
+    kernel = _merging(lse.device.index, "log_sum_exp", (merge.ROWS,))
+    kernel[-(-rows // merge.ROWS), 1, 1](
+        outputs.maxima, outputs.sums, rows, call.H, call.S, lse.data_ptr(), *lse.stride(), merge.ROWS, stream=stream
+    )
+
+
+def _merging(index: int, name: str, constants: tuple[Any, ...]) -> Any:
+    """A kernel of `merge`, compiled."""
+    key = (index, name, constants)
+    found = _COMPILED.get(key)
+    if found is None:
+        kernel = getattr(merge, name)
+        pointers = {"parts": _Pointer(torch.float32, True)} | dict.fromkeys(
+            ("maxima", "sums", "out", "lse"), _Pointer(torch.float32, False)
+        )
+        names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
+        arguments = [pointers.get(parameter, 2) for parameter in names]
+        warps = 1 if name == "merge_splits" else 4
+        found = kernel.warmup(*arguments, *constants, grid=(1,), num_warps=warps, enable_fp_fusion=False)
+        _COMPILED[key] = found
+    return found
+
+
+_CURRENT = threading.local()
