@@ -17,7 +17,12 @@ def _load_anew() -> Iterator[None]:
     kernels._load.cache_clear()
 
 
-def test_the_cpu_has_torch_operations() -> None:
+def test_the_cpu_has_kernels_where_they_were_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = kernels.row_kernels(torch.device("cpu"))
+    assert codec is not None
+    assert codec.encode.__module__ == "warmattn.backend.cpu.codec"
+    kernels._load.cache_clear()
+    monkeypatch.setattr("warmattn.backend.cpu.codec.available", lambda: False)
     assert kernels.row_kernels(torch.device("cpu")) is None
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 __all__ = ["RowKernels", "row_kernels"]
 
-HOMES = {"cuda": "warmattn.backend.cuda.codec"}
+_CPU, _CUDA = "warmattn.backend.cpu.codec", "warmattn.backend.cuda.codec"
+HOMES = {"cpu": _CPU, "cuda": _CUDA}
 """Modules by device type. Named, not imported: the codec stands without any backend."""
 
 
@@ -55,6 +56,7 @@ def row_kernels(device: torch.device) -> RowKernels | None:
 @cache
 def _load(home: str) -> Any:
     # torch calls an AMD GPU "cuda" too; the bits of these kernels are known for NVIDIA's alone.
-    if find_spec("triton") is None or torch.version.hip is not None:
+    if home == _CUDA and (find_spec("triton") is None or torch.version.hip is not None):
         return None
-    return importlib.import_module(home)
+    kernels = importlib.import_module(home)
+    return None if home == _CPU and not kernels.available() else kernels

@@ -22,7 +22,18 @@ from warmattn.call import AttentionCall
 from warmattn.errors import Unsupported
 from warmattn.partials import Exponential, Partials, log_sum_exp
 
-__all__ = ["Isa", "isas", "load_library", "refusal", "run", "run_partials", "selected_isa", "tiling"]
+__all__ = [
+    "DTYPES",
+    "Isa",
+    "centroids_by_byte",
+    "isas",
+    "load_library",
+    "refusal",
+    "run",
+    "run_partials",
+    "selected_isa",
+    "tiling",
+]
 
 _LOG = logging.getLogger("warmattn")
 ISA_VARIABLE = "WARMATTN_CPU_ISA"
@@ -32,7 +43,8 @@ _TILES = {"amx": (32, 128), "avx512": (48, 64), "avx2": (24, 64), "neon": (12, 6
 """Rows and keys of a tile, by instruction set."""
 
 _FULL, _CAUSAL, _WINDOW, _EXTERNAL = range(4)
-_DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.uint8: 3, torch.bool: 4}
+DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.uint8: 3, torch.bool: 4}
+"""``WaDtype`` of native/call.h."""
 
 
 class _Operand(ctypes.Structure):
@@ -198,11 +210,11 @@ def _describe(call: AttentionCall, exponential: Exponential) -> _Call:
     native = _Call(call.B, call.H, call.Hk, call.S, call.D)
     native.keep = []
     native.q, native.k, native.v = (_operand(tensor) for tensor in (call.q, call.k, call.v))
-    native.qk_dtype, native.v_form = _DTYPES[call.q.dtype], _DTYPES[call.v.dtype]
+    native.qk_dtype, native.v_form = DTYPES[call.q.dtype], DTYPES[call.v.dtype]
     if call.norms is not None:
         assert call.centroids is not None
         native.norms = _operand(call.norms if call.norms.ndim == 4 else call.norms[..., None])
-        centroids = call.centroids.repeat(256 // len(call.centroids))
+        centroids = centroids_by_byte(call.centroids)
         native.centroids = centroids.data_ptr()
         native.keep.append(centroids)
         native.value_scale = call.sf if call.D == 512 else 1 / call.D**0.5
@@ -210,7 +222,7 @@ def _describe(call: AttentionCall, exponential: Exponential) -> _Call:
     native.kind = _WINDOW if call.window is not None else _CAUSAL if call.causal else _FULL
     native.window = min(call.window or 0, 1 << 40)
     if call.mask is not None:
-        native.kind, native.mask_dtype = _EXTERNAL, _DTYPES[call.mask.dtype]
+        native.kind, native.mask_dtype = _EXTERNAL, DTYPES[call.mask.dtype]
         mask = call.mask if call.mask.ndim == 4 else call.mask[None, None]
         native.mask = _operand(mask.expand(call.B, call.H, -1, -1))
         if call.tile_map is not None:
@@ -227,6 +239,11 @@ def _describe(call: AttentionCall, exponential: Exponential) -> _Call:
     native.factor = exponential.binary_factor
     native.threads = torch.get_num_threads()
     return native
+
+
+def centroids_by_byte(centroids: Tensor) -> Tensor:
+    """f32 ``[256]``: the centroid of a whole byte, of which a shorter code is the low bits."""
+    return centroids.repeat(256 // len(centroids))
 
 
 def _operand(tensor: Tensor) -> _Operand:

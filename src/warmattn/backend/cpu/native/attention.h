@@ -6,12 +6,22 @@
 // one partial result (maximum, sum, unnormalised accumulator); partials merge in key order by the one merge law, no
 // matter which thread made them. So no bit depends on S, T, C, threads, or the rows that share a block.
 //
+// A tile is worked on in two passes over the panels: scores and softmax first, weighted values second. An engine may
+// then load V during the first and the next tile's K during the second, where that costs nothing.
+//
 // An Engine holds one block's queries, one tile of K and V, and the accumulators, in whatever layout suits it:
-//   tile_keys, max_vectors (R), block_rows(D), bytes(D, rows)
-//   pack_queries, clear, load_tile (sets odd_values), scores<R>, accumulate<R>, export_rows, enter_thread, leave_thread
+//   tile_keys, max_vectors (R), block_rows(D), bytes(D, rows), enter_thread, leave_thread
+//   pack_queries, clear, export_rows
+//   begin_tile      K is there on return
+//   scores<R>       of a panel, into scores_of(row); keep_weights<R> takes what the softmax made of them
+//   finish_values   V is there on return, and odd_values is set
+//   expect_tile     which tile comes next, if that is known
+//   accumulate<R>   the weighted values of a panel
 #pragma once
 #include <omp.h>
 #include <stdlib.h>
+
+#include <type_traits>
 
 #include "mask.h"
 #include "softmax.h"
@@ -132,16 +142,32 @@ class BlockRunner {
     const int padded;  // rows, rounded up to whole vectors; padding rows repeat the last row's range
     Engine engine;
     int32_t *first, *end;
-    float *maximum, *sum, *rescale, *scores, *cells;
-    uint32_t* words;
+    float *maximum, *sum, *rescale, *cells;
+    uint32_t* words;  // [row / L][key / 32][L]
     SoftmaxScale scale;
+
+    // What a panel sees of the tile at hand.
+    struct Panel {
+        int row, vectors;
+        int from, to;  // keys, whole groups of 32
+        TileView view;
+    };
+    Panel* panels;
+
+    template <class Visit>
+    WA_INLINE_MEMBER static bool at_width(const Panel& panel, Visit visit) {
+        if (panel.vectors == 1) return visit(std::integral_constant<int, 1>());
+        if (panel.vectors == 2) return visit(std::integral_constant<int, 2>());
+        return visit(std::integral_constant<int, Engine::max_vectors>());
+    }
 
   public:
     static int padded_rows(int rows) { return (rows + W - 1) / W * W; }
 
     static size_t bytes(int64_t D, int rows) {
         const size_t padded = padded_rows(rows);
-        const size_t own = 4 * padded * sizeof(float) + (2 * kKeys + kWords + 1) * kWidest * sizeof(float) + 1024;
+        const size_t own = ((5 + kWords) * padded + kKeys * kWidest) * sizeof(float) +
+                           padded / W * sizeof(Panel) + 1024;
         return own + Engine::bytes(D, padded);
     }
 
@@ -151,10 +177,10 @@ class BlockRunner {
         end = arena.take<int32_t>(padded);
         maximum = arena.take<float>(padded);
         sum = arena.take<float>(padded);
-        rescale = arena.take<float>(kWidest);
-        scores = arena.take<float>(kKeys * kWidest);
+        rescale = arena.take<float>(padded);
         cells = arena.take<float>(kKeys * kWidest);
-        words = arena.take<uint32_t>(kWords * kWidest);
+        words = arena.take<uint32_t>(kWords * padded);
+        panels = arena.take<Panel>(padded / W);
         for (int row = 0; row < padded; row++) {
             const KeyRange range = keys_of(call, block.b, block.query(smaller(row, block.rows - 1)));
             first[row] = int32_t(range.first);
@@ -188,43 +214,63 @@ class BlockRunner {
     void attend_tile(int64_t key0, const KeyRange& keys) {
         const int tile_first = int(larger(keys.first - key0, int64_t(0)));
         const int tile_end = int(smaller(keys.end - key0, int64_t(kKeys)));
-        bool loaded = false;
+        int count = 0;
         for (int row = 0; row < padded;) {
-            const int vectors = panel_vectors<Engine::max_vectors>((padded - row) / W);
-            if (vectors == 1)
-                attend_panel<1>(key0, tile_first, tile_end, row, loaded);
-            else if (vectors == 2)
-                attend_panel<2>(key0, tile_first, tile_end, row, loaded);
-            else
-                attend_panel<Engine::max_vectors>(key0, tile_first, tile_end, row, loaded);
-            row += vectors * W;
+            Panel& panel = panels[count];
+            panel.row = row, panel.vectors = panel_vectors<Engine::max_vectors>((padded - row) / W);
+            row += panel.vectors * W;
+            if (!at_width(panel, [&](auto R) { return look<R>(panel, key0, tile_first, tile_end); })) continue;
+            if (count++ == 0) engine.begin_tile(key0, tile_first, tile_end);
+            at_width(panel, [&](auto R) { return weigh<R>(panel); });
         }
+        if (count == 0) return;
+        engine.finish_values();
+        const int64_t next = key0 + kKeys;
+        if (next < keys.end && call.kind != WA_EXTERNAL)  // a mask may hide the next tile
+            engine.expect_tile(next, 0, int(smaller(keys.end - next, int64_t(kKeys))));
+        for (int i = 0; i < count; i++)
+            at_width(panels[i], [&](auto R) { return accumulate<R>(panels[i]); });
     }
 
+    // What the panel sees of a tile; false when it sees nothing.
     template <int R>
-    void attend_panel(int64_t key0, int tile_first, int tile_end, int row, bool& loaded) {
+    bool look(Panel& panel, int64_t key0, int tile_first, int tile_end) {
         constexpr int L = R * W;
-        const int last = row + L - 1;
+        const int row = panel.row, last = row + L - 1;
         // Ranges grow with the row, so the panel's first and last row bound them all.
         int from = int(larger(int64_t(first[row]) - key0, int64_t(tile_first)));
         int to = int(smaller(int64_t(end[last]) - key0, int64_t(tile_end)));
-        if (from >= to) return;
-        from = from / 32 * 32, to = (to + 31) / 32 * 32;
-        TileView view = {first + row, end + row, int32_t(key0), false, nullptr, nullptr};
-        view.whole = first[last] <= key0 + from && end[row] >= key0 + to;
-        if (call.kind == WA_EXTERNAL && !read_mask<L>(key0, row, from, to, view)) return;
-        if (!loaded) engine.load_tile(key0, tile_first, tile_end);
-        loaded = true;
+        if (from >= to) return false;
+        panel.from = from / 32 * 32, panel.to = (to + 31) / 32 * 32;
+        panel.view = {first + row, end + row, int32_t(key0), false, nullptr, nullptr};
+        panel.view.whole = first[last] <= key0 + panel.from && end[row] >= key0 + panel.to;
+        return call.kind != WA_EXTERNAL || read_mask<L>(key0, row, panel.from, panel.to, panel.view);
+    }
 
-        engine.template scores<R>(row, from, to, scores);
+    template <int R>
+    bool weigh(const Panel& panel) {
+        constexpr int L = R * W;
+        const int row = panel.row;
+        float* scores = engine.scores_of(row);
+        engine.template scores<R>(row, panel.from, panel.to, scores);
         for (int lane = 0; lane < L; lane += W)
-            softmax_rows<L>(scores, from, to, lane, view, scale, maximum + row, sum + row, rescale);
+            softmax_rows<L>(scores, panel.from, panel.to, lane, panel.view, scale, maximum + row, sum + row,
+                            rescale + row);
+        engine.template keep_weights<R>(row, panel.from, panel.to, scores);
+        return true;
+    }
+
+    template <int R>
+    bool accumulate(const Panel& panel) {
+        constexpr int L = R * W;
+        const int row = panel.row;
         if (engine.odd_values.any())
-            for (int key = from; key < to; key++)
+            for (int key = panel.from; key < panel.to; key++)
                 if (engine.odd_values.has(key))  // its row of V was loaded as zeros
                     for (int lane = 0; lane < L; lane++)
-                        if (sees<L>(view, key, lane)) sum[row + lane] = NAN;
-        engine.template accumulate<R>(row, from, to, scores, rescale);
+                        if (sees<L>(panel.view, key, lane)) sum[row + lane] = NAN;
+        engine.template accumulate<R>(row, panel.from, panel.to, rescale + row);
+        return true;
     }
 
     // Fill the panel's words (and cells, where any is finite), narrow [from, to) to the 32-key groups with a visible
@@ -233,13 +279,14 @@ class BlockRunner {
     bool read_mask(int64_t key0, int row, int& from, int& to, TileView& view) {
         const Mask mask = {call, block.b, block.kv_head, block.group};
         const bool heads_share = call.mask.head == 0;
+        uint32_t* row_words = words + row * kWords;
         int seen_from = to, seen_to = from;
         bool whole = true, adds = false;
         for (int key = from; key < to; key += 32) {
             uint32_t any = 0;
             for (int lane = 0; lane < L; lane++) {
                 const int at = smaller(row + lane, block.rows - 1);
-                uint32_t& word = words[key / 32 * L + lane];
+                uint32_t& word = row_words[key / 32 * L + lane];
                 if (lane > 0 && (row + lane >= block.rows || (heads_share && block.query(at) == block.query(at - 1)))) {
                     word = (&word)[-1];
                 } else {
@@ -258,13 +305,13 @@ class BlockRunner {
         from = seen_from, to = seen_to;
         if (from >= to) return false;
         view.whole = whole && !adds;
-        view.words = view.whole ? nullptr : words;
+        view.words = view.whole ? nullptr : row_words;
         if (adds) {
             view.cells = cells;
             for (int key = from; key < to; key++)
                 for (int lane = 0; lane < L; lane++) {
                     const int at = smaller(row + lane, block.rows - 1);
-                    const bool seen = words[key / 32 * L + lane] >> (key % 32) & 1;
+                    const bool seen = row_words[key / 32 * L + lane] >> (key % 32) & 1;
                     cells[key * L + lane] = seen ? mask.addend(block.row0 + at, key0 + key) : 0.f;
                 }
         }

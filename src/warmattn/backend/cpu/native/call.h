@@ -42,6 +42,28 @@ typedef struct {
     int32_t threads;
 } WaCall;
 
+enum WaTask { WA_ENCODE = 0, WA_DECODE = 1, WA_UNROTATE = 2 };
+
+// One call of the codec over rows of D values. What is written is contiguous.
+typedef struct {
+    int64_t rank, D;
+    const int64_t* sizes;        // [rank]: the leading axes
+    const void* from;            // x, codes or o
+    const int64_t* strides;      // [rank]
+    int64_t last;                // stride of the last axis; 1 for codes
+    const float* norms;          // decode: read
+    const int64_t* norm_strides;  // [rank]
+    int64_t norm_last;
+    const float* signs;          // [D], contiguous; encode and unrotate
+    const float* table;          // encode: the search tree, [2^bits]; decode: 256 centroids, indexed by the whole byte
+    void* to;                    // codes or values
+    float* norms_out;            // encode
+    uint8_t* broken;             // encode: 1 where a row was not finite and became zeros
+    float rsqrt_D;               // fl32(1 / sqrt(D))
+    float scale;                 // encode: fl32(sqrt(D)) up to D = 256; at D = 512, and to decode, sf
+    int32_t task, dtype, bits, threads;
+} WaRows;
+
 #ifdef __cplusplus
 }
 #endif

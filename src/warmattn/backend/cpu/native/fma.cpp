@@ -78,13 +78,16 @@ class FmaEngine {
     ValueRows<Form> values;
     float *queries, *accumulators;  // panel after panel: [D][L] with the panel's own L
     float *k_tile, *v_tile;         // [tile_keys][D]
+    float* weights;                 // panel after panel: [tile_keys][L]
 
   public:
     static constexpr int tile_keys = 64, max_vectors = 3;
     OddKeys odd_values;
 
     static int block_rows(int64_t D) { return D > 256 ? 96 : 192; }
-    static size_t bytes(int64_t D, int rows) { return (2 * rows + 2 * tile_keys) * D * sizeof(float) + 256; }
+    static size_t bytes(int64_t D, int rows) {
+        return ((2 * rows + 2 * tile_keys) * D + rows * tile_keys) * sizeof(float) + 256;
+    }
     static void enter_thread() {}
     static void leave_thread() {}
 
@@ -95,6 +98,7 @@ class FmaEngine {
         accumulators = arena.take<float>(padded * call.D);
         k_tile = arena.take<float>(tile_keys * call.D);
         v_tile = arena.take<float>(tile_keys * call.D);
+        weights = arena.take<float>(padded * tile_keys);
     }
 
     // Element d of a row lies at lane_of(row)[d * L].
@@ -129,7 +133,7 @@ class FmaEngine {
 
     void clear() { memset(accumulators, 0, padded * call.D * sizeof(float)); }
 
-    void load_tile(int64_t key0, int from, int to) {
+    void begin_tile(int64_t key0, int from, int to) {
         odd_values.clear();
         const int padded_from = from / 32 * 32, padded_to = (to + 31) / 32 * 32;
         vf odd = set1(0.f);
@@ -155,6 +159,11 @@ class FmaEngine {
         if (any_nan(odd)) set_aside_odd_values(from, to);
     }
 
+    void expect_tile(int64_t, int, int) {}
+    void finish_values() {}
+
+    float* scores_of(int row) const { return weights + row * tile_keys; }
+
     template <int R>
     void scores(int row, int from, int to, float* out) {
         constexpr int NB = kBlockOf<R>, L = R * W;
@@ -166,11 +175,14 @@ class FmaEngine {
     }
 
     template <int R>
-    void accumulate(int row, int from, int to, const float* weights, const float* rescale) {
+    void keep_weights(int, int, int, const float*) {}
+
+    template <int R>
+    void accumulate(int row, int from, int to, const float* rescale) {
         constexpr int NB = kBlockOf<R>, L = R * W;
         float* acc = accumulators + row * call.D;
         for (int64_t d = 0; d < call.D; d += NB)
-            weigh_columns<R>(weights, v_tile + d, call.D, from, to, acc + d * L, rescale);
+            weigh_columns<R>(scores_of(row), v_tile + d, call.D, from, to, acc + d * L, rescale);
     }
 
     void export_rows(float* to) {
@@ -197,9 +209,6 @@ class FmaEngine {
 };
 
 }  // namespace warmattn::WA_ISA
-
-#define WA_CONCAT_(a, b) a##b
-#define WA_CONCAT(a, b) WA_CONCAT_(a, b)
 
 extern "C" int WA_CONCAT(warmattn_attend_, WA_ISA)(const WaCall* call) {
     return warmattn::WA_ISA::attend_call<warmattn::WA_ISA::FmaEngine>(*call);

@@ -12,6 +12,8 @@
 #endif
 
 #define WA_INLINE static inline __attribute__((always_inline))
+#define WA_CONCAT_(a, b) a##b
+#define WA_CONCAT(a, b) WA_CONCAT_(a, b)
 #define WA_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace warmattn::WA_ISA {
@@ -77,8 +79,26 @@ WA_INLINE vf widen_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu
 WA_INLINE vf widen_bf16(const uint16_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+WA_INLINE vf look_up(const float* table, vi index) { return _mm512_i32gather_ps(index, table, 4); }
 WA_INLINE vf look_up(const float* table, const uint8_t* codes) {
-    return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes)), table, 4);
+    return look_up(table, _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+}
+WA_INLINE vf look_up_32(const float* table, vi index) {
+    return _mm512_permutex2var_ps(loadu(table), index, loadu(table + 16));
+}
+WA_INLINE vi whole_numbers(int32_t n) { return _mm512_set1_epi32(n); }
+WA_INLINE vi minus(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+WA_INLINE vi child(vi node, vf boundary, vf u) {
+    return _mm512_add_epi32(_mm512_add_epi32(node, node), _mm512_maskz_set1_epi32(less(boundary, u), 1));
+}
+WA_INLINE void store_bytes(uint8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+WA_INLINE float first_lane(vf x) { return _mm512_cvtss_f32(x); }
+template <int H>
+WA_INLINE vf swap_lanes(vf x) {
+    if constexpr (H == 1) return _mm512_permute_ps(x, 0xB1);
+    if constexpr (H == 2) return _mm512_permute_ps(x, 0x4E);
+    if constexpr (H == 4) return _mm512_shuffle_f32x4(x, x, 0xB1);
+    if constexpr (H == 8) return _mm512_shuffle_f32x4(x, x, 0x4E);
 }
 
 #elif defined(__AVX2__)
@@ -119,8 +139,27 @@ WA_INLINE vf widen_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si
 WA_INLINE vf widen_bf16(const uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+WA_INLINE vf look_up(const float* table, vi index) { return _mm256_i32gather_ps(table, index, 4); }
 WA_INLINE vf look_up(const float* table, const uint8_t* codes) {
-    return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes)), 4);
+    return look_up(table, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
+}
+WA_INLINE vf look_up_32(const float* table, vi index) { return look_up(table, index); }
+WA_INLINE vi whole_numbers(int32_t n) { return _mm256_set1_epi32(n); }
+WA_INLINE vi minus(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+WA_INLINE vi child(vi node, vf boundary, vf u) {
+    return _mm256_sub_epi32(_mm256_add_epi32(node, node), _mm256_castps_si256(less(boundary, u)));
+}
+WA_INLINE void store_bytes(uint8_t* p, vi x) {
+    alignas(32) int32_t lanes[8];
+    _mm256_store_si256((__m256i*)lanes, x);
+    for (int i = 0; i < 8; i++) p[i] = uint8_t(lanes[i]);
+}
+WA_INLINE float first_lane(vf x) { return _mm256_cvtss_f32(x); }
+template <int H>
+WA_INLINE vf swap_lanes(vf x) {
+    if constexpr (H == 1) return _mm256_permute_ps(x, 0xB1);
+    if constexpr (H == 2) return _mm256_permute_ps(x, 0x4E);
+    if constexpr (H == 4) return _mm256_permute2f128_ps(x, x, 1);
 }
 
 #else  // NEON, and portable C++ through the compiler's vector extensions
@@ -170,10 +209,37 @@ WA_INLINE vf widen_half(const uint16_t* p) {
 WA_INLINE vf widen_bf16(const uint16_t* p) {
     return vf{bf16_to_float(p[0]), bf16_to_float(p[1]), bf16_to_float(p[2]), bf16_to_float(p[3])};
 }
+WA_INLINE vf look_up(const float* table, vi index) {
+    return vf{table[index[0]], table[index[1]], table[index[2]], table[index[3]]};
+}
 WA_INLINE vf look_up(const float* table, const uint8_t* codes) {
     return vf{table[codes[0]], table[codes[1]], table[codes[2]], table[codes[3]]};
 }
+WA_INLINE vf look_up_32(const float* table, vi index) { return look_up(table, index); }
+WA_INLINE vi whole_numbers(int32_t n) { return vi{n, n, n, n}; }
+WA_INLINE vi minus(vi a, vi b) { return a - b; }
+WA_INLINE vi child(vi node, vf boundary, vf u) { return node + node - less(boundary, u); }
+WA_INLINE void store_bytes(uint8_t* p, vi x) {
+    for (int i = 0; i < 4; i++) p[i] = uint8_t(x[i]);
+}
+WA_INLINE float first_lane(vf x) { return x[0]; }
+template <int H>
+WA_INLINE vf swap_lanes(vf x) {
+    if constexpr (H == 1) return vf{x[1], x[0], x[3], x[2]};
+    if constexpr (H == 2) return vf{x[2], x[3], x[0], x[1]};
+}
 
 #endif
+
+// -x in the lanes whose bit H is set.
+template <int H>
+WA_INLINE vf negate_lanes(vf x) {
+#define WA_SIGN(lane) ((lane) & H ? -1.f : 1.f)
+    alignas(64) static const float signs[16] = {
+        WA_SIGN(0), WA_SIGN(1), WA_SIGN(2),  WA_SIGN(3),  WA_SIGN(4),  WA_SIGN(5),  WA_SIGN(6),  WA_SIGN(7),
+        WA_SIGN(8), WA_SIGN(9), WA_SIGN(10), WA_SIGN(11), WA_SIGN(12), WA_SIGN(13), WA_SIGN(14), WA_SIGN(15)};
+#undef WA_SIGN
+    return x * load(signs);
+}
 
 }  // namespace warmattn::WA_ISA
