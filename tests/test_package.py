@@ -44,7 +44,7 @@ LAYERS = (
     ("memory",),
     ("visibility", "codec"),
     ("call",),
-    ("partials", "reference", "pipelines"),
+    ("cost", "partials", "reference", "pipelines"),
     ("backend",),
     ("plan", "ops"),
     ("api",),

@@ -205,6 +205,8 @@ def prewarm(
     reason = chosen.unavailable()
     if reason is not None:
         raise Unsupported(f"backend {chosen.name!r}: {reason}", op="prewarm")
+    if keys:
+        chosen.prepare(keys, where)
     labels = []
     for key in keys:
         try:

@@ -127,6 +127,19 @@ class PipelineKey:
         return cls(f"{_PREFIX}_d{head_dim}_{form}", tuple(constants))
 
     @property
+    def head_dim(self) -> int:
+        return int(self.name.rsplit("_", 2)[1][1:])
+
+    @property
+    def form(self) -> str:
+        """``v32``, ``v16`` or ``vcodes``."""
+        return self.name.rsplit("_", 1)[1]
+
+    def on(self, index: int) -> bool:
+        """Whether the constant of that index is on."""
+        return (index, True) in self.constants
+
+    @property
     def label(self) -> str:
         return "|".join([self.name, *(f"{index}:b{int(on)}" for index, on in self.constants)])
 

@@ -5,6 +5,7 @@ for.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -63,6 +64,10 @@ class Backend(Protocol):
         ...
 
     def tiling(self, head_dim: int) -> Tiling: ...
+
+    def prepare(self, keys: Sequence[PipelineKey], device: torch.device) -> None:
+        """Do beforehand what makes building these pipelines quick; raise nothing that `build` would name."""
+        ...
 
     def build(self, key: PipelineKey, device: torch.device) -> None:
         """Build what the pipeline needs, so that a later call compiles nothing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from warmattn.backend import SplitPartials, Tiling
@@ -28,6 +30,9 @@ class CpuBackend:
     def tiling(self, head_dim: int) -> Tiling:
         isa = native.selected_isa()
         return torch_ops.TILING if isa is None else native.tiling(isa)
+
+    def prepare(self, keys: Sequence[PipelineKey], device: torch.device) -> None:
+        """Nothing to prepare, as there is nothing to build."""
 
     def build(self, key: PipelineKey, device: torch.device) -> None:
         """Nothing to compile: the kernels came with the wheel, and torch operations need no building."""

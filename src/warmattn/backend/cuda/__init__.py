@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -41,10 +42,18 @@ class CudaBackend:
 
         return launch.HOPPER_TILING[head_dim]
 
-    def build(self, key: PipelineKey, device: torch.device) -> None:
-        from warmattn.backend.cuda import launch
+    def prepare(self, keys: Sequence[PipelineKey], device: torch.device) -> None:
+        from warmattn.backend.cuda.building import build_side_by_side
 
-        launch.compiled(key, device)
+        build_side_by_side(keys, str(device))
+
+    def build(self, key: PipelineKey, device: torch.device) -> None:
+        from warmattn.backend.cuda import codec, launch
+
+        with torch.cuda.device(device):
+            launch.build(key, torch.cuda.current_device())
+            if key.form == "vcodes":
+                codec.build(key.head_dim, torch.device("cuda", torch.cuda.current_device()))
 
     def run(self, call: AttentionCall) -> None:
         from warmattn.backend.cuda import launch

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import _allocation, driver
+from triton.runtime import _allocation
 
 from warmattn.backend import SplitPartials, Tiling
 from warmattn.backend.cuda import hopper, merge
+from warmattn.backend.cuda.profiling import launching
 from warmattn.backend.cuda.tuning import HOPPER, HOPPER_SPLIT
 from warmattn.backend.cuda.workspace import Workspace
 from warmattn.call import LARGEST_POSITION, AttentionCall
 from warmattn.partials import Exponential, Partials
+from warmattn.pipelines import PipelineKey
 
-__all__ = ["BASE_TWO", "HOPPER_TILING", "run", "run_partials"]
+__all__ = ["BASE_TWO", "HOPPER_TILING", "build", "run", "run_partials"]
 
 BASE_TWO = Exponential(1.0, True, math.log(2.0))
 """What weighs the kernels' partial results: their maxima are exponents of two."""
@@ -57,7 +58,7 @@ def run(call: AttentionCall) -> None:
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return run(call)
-    stream = driver.active.get_current_stream(index)
+    stream = torch.cuda.current_stream(index).cuda_stream
     programs, rows = _programs(call), call.B * call.H * call.S
     first, splits = _visible_splits(call)
     walk = splits == 1 or programs >= _FULL * _processors(index)
@@ -69,7 +70,8 @@ def run(call: AttentionCall) -> None:
     workspace = _WORKSPACE.take(scratch_size + part_bytes + 2 * row_bytes, call.q.device, stream)
     parts = workspace.data_ptr() + scratch_size
     maxima = parts + part_bytes
-    outputs = _Outputs(walk, call.out.data_ptr() if walk else parts, maxima, maxima + row_bytes, first, splits)
+    out = call.out.data_ptr() if walk else parts
+    outputs = _Outputs(walk, out, maxima, maxima + row_bytes, first, splits)
     _attend(call, outputs, workspace, stream)
     if not walk:
         _merge(call, outputs, rows, stream)
@@ -82,15 +84,15 @@ def run_partials(call: AttentionCall) -> SplitPartials:
     """Partial results per split, for the splits that any row of the call sees a key of (at least one)."""
     device = call.q.device
     with torch.cuda.device(device):
-        stream = driver.active.get_current_stream(device.index)
+        stream = torch.cuda.current_stream(device).cuda_stream
         first, splits = _visible_splits(call)
         shape = (splits, *call.q.shape)
         maxima, sums, parts = (
             torch.empty(size, dtype=torch.float32, device=device) for size in (shape[:-1], shape[:-1], shape)
         )
         scratch = _WORKSPACE.take(_SCRATCH * _programs(call) * splits, device, stream)
-        pointers = (tensor.data_ptr() for tensor in (parts, maxima, sums))
-        _attend(call, _Outputs(False, *pointers, first, splits), scratch, stream)
+        outputs = _Outputs(False, parts.data_ptr(), maxima.data_ptr(), sums.data_ptr(), first, splits)
+        _attend(call, outputs, scratch, stream)
     return SplitPartials(first, Partials(maxima, sums, parts), BASE_TWO)
 
 
@@ -126,7 +128,6 @@ def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int
     form = "codes" if call.norms is not None else "f16" if v.dtype == torch.float16 else "f32"
     bulk_k = _aligned(q, q_strides) and _aligned(k, k_strides)
     aligned_v = _aligned(v, v_strides)
-    bulk_v = form == "f16" and call.mask is None and bulk_k and aligned_v
     q_unit = k_unit = v_unit = 1
     if bulk_k:
         q_unit = k_unit = 8
@@ -153,28 +154,25 @@ def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int
     mask, mask_strides, inverse_scale, mask_dtype, tile_map, map_columns = 0, (0, 0, 0, 0), 1.0, None, 0, 0
     if call.mask is not None:
         planes = call.mask if call.mask.ndim == 4 else call.mask[None, None]
-        mask, mask_strides, inverse_scale = planes.data_ptr(), planes.expand(call.B, call.H, -1, -1).stride(), 1 / scale
+        mask, inverse_scale = planes.data_ptr(), 1.0 / scale
+        mask_strides = planes.expand(call.B, call.H, -1, -1).stride()
         mask_dtype = torch.uint8 if planes.dtype == torch.bool else planes.dtype
         if call.tile_map is not None:
             tile_map, map_columns = call.tile_map.data_ptr(), call.tile_map.shape[1]
 
-    tensor_lengths = (
-        isinstance(call.q_offset, Tensor) or isinstance(call.kv_len, Tensor) or isinstance(call.kv_start, Tensor)
-    )
     pointers, numbers = (0, 0, 0), (call.q_offset, call.kv_len, call.kv_start)
+    tensor_lengths = any(isinstance(number, Tensor) for number in numbers)
     if tensor_lengths:
         on_device = [_on_device(number, call.B, q.device) for number in numbers]  # alive until the launch
         pointers, numbers = tuple(length.data_ptr() for length in on_device), (0, 0, 0)
 
-    variant = "copied" if bulk_v else "loaded" if form == "f16" else "converted"
-    constants = (
+    constants = _constants(
         D, call.causal, call.window is not None, call.mask is not None, call.tile_map is not None,
-        call.softcap is not None, tensor_lengths, form, bulk_k, bulk_v, aligned_v, aligned_out, walk,
-        HOPPER_SPLIT[D], *HOPPER[D, variant],
+        call.softcap is not None, tensor_lengths, form, bulk_k, aligned_v, aligned_out, walk,
     )  # fmt: skip
     kernel = _kernel(q.device.index, q.dtype, v.dtype, mask_dtype, constants)
     token = _allocation._allocator.set(lambda size, alignment, stream: scratch)
-    _CURRENT.call = call
+    launching(call)
     try:
         kernel[call.B * call.Hk * (D // _COLUMNS), -(-call.S * call.group // _ROWS), splits](
             q.data_ptr(), q_strides[0] // q_unit, q_strides[1] // q_unit, q_strides[2] // q_unit,
@@ -185,11 +183,57 @@ def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int
             out, out_batch, out_head, out_row, maxima, sums, 1.0 if form == "f16" else _V_SCALED,
             *pointers, *numbers, call.key_offset, min(call.window or 0, LARGEST_POSITION),
             call.H, call.Hk, call.S, call.C, _factor(scale),
-            0.0 if call.softcap is None else call.scale / call.softcap, call.softcap or 0.0, first_split, call.B,
+            0.0 if call.softcap is None else call.scale / call.softcap, call.softcap or 0.0,
+            first_split, call.B,
             *constants, stream=stream,
         )  # fmt: skip
     finally:
         _allocation._allocator.reset(token)
+
+
+@cache
+def _constants(
+    D: int,
+    causal: bool,
+    window: bool,
+    mask: bool,
+    tile_map: bool,
+    softcap: bool,
+    tensor_lengths: bool,
+    form: str,
+    bulk_k: bool,
+    aligned_v: bool,
+    aligned_out: bool,
+    walk: bool,
+) -> tuple[Any, ...]:
+    """The compile-time constants of `hopper.attend`, in its order."""
+    bulk_v = form == "f16" and not mask and bulk_k and aligned_v
+    variant = "copied" if bulk_v else "loaded" if form == "f16" else "converted"
+    return (
+        D, causal, window, mask, tile_map, softcap, tensor_lengths, form, bulk_k, bulk_v, aligned_v,
+        aligned_out, walk, HOPPER_SPLIT[D], *HOPPER[D, variant],
+    )  # fmt: skip
+
+
+def build(key: PipelineKey, index: int) -> None:
+    """Compile every kernel that a pipeline's calls launch: with one program for all splits of a row and with
+    one per split, for operands aligned to 16 bytes.
+    """
+    scores = torch.bfloat16 if key.on(322) else torch.float16
+    form = {"v32": "f32", "v16": "f16", "vcodes": "codes"}[key.form]
+    values = {"f32": torch.float32, "f16": torch.float16, "codes": torch.uint8}[form]
+    if key.on(323):
+        form, values = "f32", torch.bfloat16
+    mask = torch.float16 if key.on(300) else None
+    for walk in (True, False):
+        constants = _constants(
+            key.head_dim, key.on(301), key.on(310), key.on(300), key.on(303), key.on(320), key.on(325), form,
+            True, True, True, walk,
+        )  # fmt: skip
+        _kernel(index, scores, values, mask, constants)
+    for lse in (False, True):
+        _merging(index, "merge_splits", (key.head_dim, merge.COLUMNS, lse))
+    _merging(index, "log_sum_exp", (merge.ROWS,))
 
 
 def _aligned(tensor: Tensor, strides: tuple[int, ...]) -> bool:
@@ -270,7 +314,8 @@ def _merge(call: AttentionCall, outputs: _Outputs, rows: int, stream: int) -> No
     kernel = _merging(out.device.index, "merge_splits", (call.D, columns, lse is not None))
     kernel[rows, call.D // columns, 1](
         outputs.out, outputs.maxima, outputs.sums, outputs.splits, rows, call.H, call.S,
-        out.data_ptr(), *out.stride()[:3], lse_pointer, *lse_strides, call.D, columns, lse is not None, stream=stream,
+        out.data_ptr(), *out.stride()[:3], lse_pointer, *lse_strides, call.D, columns, lse is not None,
+        stream=stream,
     )  # fmt: skip
 
 
@@ -279,8 +324,9 @@ def _log_sum_exp(call: AttentionCall, outputs: _Outputs, rows: int, stream: int)
     assert lse is not None
     kernel = _merging(lse.device.index, "log_sum_exp", (merge.ROWS,))
     kernel[-(-rows // merge.ROWS), 1, 1](
-        outputs.maxima, outputs.sums, rows, call.H, call.S, lse.data_ptr(), *lse.stride(), merge.ROWS, stream=stream
-    )
+        outputs.maxima, outputs.sums, rows, call.H, call.S, lse.data_ptr(), *lse.stride(), merge.ROWS,
+        stream=stream,
+    )  # fmt: skip
 
 
 def _merging(index: int, name: str, constants: tuple[Any, ...]) -> Any:
@@ -298,6 +344,3 @@ def _merging(index: int, name: str, constants: tuple[Any, ...]) -> Any:
         found = kernel.warmup(*arguments, *constants, grid=(1,), num_warps=warps, enable_fp_fusion=False)
         _COMPILED[key] = found
     return found
-
-
-_CURRENT = threading.local()

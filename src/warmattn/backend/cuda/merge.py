@@ -58,15 +58,19 @@ def _store_lse(lse, at, base, total, inside):
     tl.store(lse + at, tl.where(total == 0.0, float("-inf"), value), mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits", "rows", "H", "S", "out_batch", "out_head", "out_row", "lse_batch", "lse_head", "lse_row"])
+@triton.jit(
+    do_not_specialize=[
+        "splits", "rows", "H", "S", "out_batch", "out_head", "out_row", "lse_batch", "lse_head", "lse_row",
+    ]
+)  # fmt: skip
 def merge_splits(
     parts, maxima, sums, splits, rows, H, S,
     out, out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
     lse, lse_batch: tl.int64, lse_head: tl.int64, lse_row: tl.int64,
     D: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """``parts [splits, rows, D]``, ``maxima`` and ``sums [splits, rows]`` to rows of ``out``; rows = B * H * S.
-    Grid: (rows, D / COLUMNS).
+    """``parts [splits, rows, D]``, ``maxima`` and ``sums [splits, rows]`` to rows of ``out``; rows is
+    B * H * S. Grid: (rows, D / COLUMNS).
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -90,9 +94,7 @@ def merge_splits(
     divisor = tl.where(total == 0.0, 1.0, total)
     tl.store(out + b * out_batch + h * out_head + s * out_row + d, _divide(a, divisor))
     if LSE:
-        _store_lse(
-            lse, b * lse_batch + h * lse_head + s * lse_row, base, total, tl.program_id(1) == 0
-        )
+        _store_lse(lse, b * lse_batch + h * lse_head + s * lse_row, base, total, tl.program_id(1) == 0)
 
 
 @triton.jit(do_not_specialize=["rows", "H", "S", "lse_batch", "lse_head", "lse_row"])

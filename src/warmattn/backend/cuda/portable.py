@@ -1,10 +1,10 @@
 """The attention kernel for every GPU that Triton knows: head dims 64, 128, 256 and 512.
 
 One program attends ``ROWS`` packed query rows (the query heads of a KV head share its tiles) over key tiles
-that lie at absolute keys, for ``COLUMNS`` columns of V. It takes the arguments of `hopper.attend` and computes
-by the same rules, which that module explains: fresh accumulators for every product of a tile, integer bases,
-P and all but float16 V as two float16 terms, rows of V scaled by a power of two of their own. Triton's
-interpreter runs it too, which Gluon has none of.
+that lie at absolute keys, for ``COLUMNS`` columns of V. It takes the run-time arguments of `hopper.attend`
+and computes by the same rules, which that module explains: fresh accumulators for every product of a tile,
+integer bases, P and all but float16 V as two float16 terms, rows of V scaled by a power of two of their own.
+Triton's interpreter runs it too; Gluon has none.
 """
 
 # In a kernel, Triton gives annotations, constants and loops a meaning of its own.
@@ -12,6 +12,8 @@ interpreter runs it too, which Gluon has none of.
 
 import triton
 import triton.language as tl
+
+from warmattn.backend.cuda.profiling import metadata
 
 __all__ = ["attend"]
 
@@ -99,18 +101,20 @@ def _queries(q, at, in_call, D: tl.constexpr, CHAIN: tl.constexpr):
 
 
 @triton.jit
-def _scores(queries, k, n, keep, k_step, D: tl.constexpr, CHAIN: tl.constexpr):
-    """q @ k.T of one tile: a fresh accumulator for each chain, added in float32 in ascending order."""
-    at = k + (n.to(tl.int64) * k_step)[:, None]
-    for c in tl.static_range(D // CHAIN):
-        d = c * CHAIN + tl.arange(0, CHAIN)
-        keys = tl.load(at + d[None, :], mask=keep[:, None], other=0.0)
-        t = tl.dot(queries[c], tl.trans(keys))
-        if c == 0:
-            s = t
-        else:
-            # A sum that Triton does not recognise: it would go on in the accumulator.
-            s = tl.fma(t, 1.0, s)
+def _product(queries, k, keep, c, CHAIN: tl.constexpr):
+    """One chain of q @ k.T in a fresh accumulator. ``k [TILE, 1]``: addresses of the rows of the tile."""
+    d = c * CHAIN + tl.arange(0, CHAIN)
+    keys = tl.load(k + d[None, :], mask=keep[:, None], other=0.0)
+    return tl.dot(queries[c], tl.trans(keys))
+
+
+@triton.jit
+def _scores(queries, k, keep, D: tl.constexpr, CHAIN: tl.constexpr):
+    """q @ k.T of one tile: chains added in float32 in ascending order."""
+    s = _product(queries, k, keep, 0, CHAIN)
+    for c in tl.static_range(1, D // CHAIN):
+        # A sum that Triton does not recognise: it would go on in the accumulator.
+        s = tl.fma(_product(queries, k, keep, c, CHAIN), 1.0, s)
     return s
 
 
@@ -126,13 +130,15 @@ def _norm_weight(norms, n, keep, block, row, step, sf, D: tl.constexpr):
 
 
 @triton.jit
-def _values(v, n, keep, column, v_step, w, table, TILE: tl.constexpr, FORM: tl.constexpr):
-    """A chunk of V, ``[TILE, CHUNK]``; float16 as it is, the rest in float32. Codes: ``fl(centroid * w)``."""
-    d = column + tl.arange(0, CHUNK)
+def _values(
+    v, n, keep, column, v_step, w, table, TILE: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """Some columns of V, ``[TILE, WIDTH]``; float16 as it is, the rest in float32. Codes: ``fl(centroid * w)``."""
+    d = column + tl.arange(0, WIDTH)
     x = tl.load(v + (n.to(tl.int64) * v_step)[:, None] + d[None, :], mask=keep[:, None], other=0)
     if FORM == "codes":
-        code = tl.reshape(x.to(tl.int32), (TILE * CHUNK,))
-        x = tl.reshape(tl.gather(table, code, 0), (TILE, CHUNK)) * w[:, None]
+        code = tl.reshape(x.to(tl.int32), (TILE * WIDTH,))
+        x = tl.reshape(tl.gather(table, code, 0), (TILE, WIDTH)) * w[:, None]
     elif FORM == "f32":
         x = x.to(tl.float32)
     return x
@@ -144,6 +150,7 @@ def _exponents(
     D: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """`_exponent` of each row of V, int32 ``[TILE]``."""
+    WIDTH: tl.constexpr = min(D, 128)
     w = tl.zeros([TILE], tl.float32)
     if FORM == "codes":
         # The largest magnitude of a row lies between the codebook's least and largest magnitude times w, and
@@ -158,10 +165,10 @@ def _exponents(
     e = tl.zeros([TILE], tl.int32)
     if unknown:
         largest = tl.zeros([TILE], tl.float32)
-        for c in tl.static_range(D // CHUNK):
-            if FORM == "codes" and c * CHUNK % NORM_BLOCK == 0:
-                w = _norm_weight(norms, n, keep, c * CHUNK // NORM_BLOCK, norm_row, norm_step, sf, D)
-            x = _values(v, n, keep, c * CHUNK, v_step, w, table, TILE, FORM)
+        for c in range(D // WIDTH):  # not unrolled: it would take registers for all of the row at once
+            if FORM == "codes":
+                w = _norm_weight(norms, n, keep, c * WIDTH // NORM_BLOCK, norm_row, norm_step, sf, D)
+            x = _values(v, n, keep, c * WIDTH, v_step, w, table, TILE, WIDTH, FORM)
             largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
         e = _exponent(largest)
     return e
@@ -194,11 +201,11 @@ def _add_weighted(
     accumulators, rescale, high, low, e, v, n, keep, column, v_step, w, table,
     TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Rescale the accumulators and add P @ V of one tile, each chunk from a fresh one; smallest terms first."""
-    scale = ((V_BITS - e + 127) << 23).to(tl.float32, bitcast=True)
+    """Rescale the accumulators and add P @ V of one tile, by chunks from fresh ones; smallest terms first."""
+    scale = ((-e + (V_BITS + 127)) << 23).to(tl.float32, bitcast=True)
     added = ()
     for c in tl.static_range(len(accumulators)):
-        x = _values(v, n, keep, column + c * CHUNK, v_step, w, table, TILE, FORM)
+        x = _values(v, n, keep, column + c * CHUNK, v_step, w, table, TILE, CHUNK, FORM)
         if FORM == "f16":
             t = tl.dot(low, x)
             t = tl.dot(high, x, acc=t)
@@ -221,12 +228,13 @@ def _divide(a, inverse, divisor):
 
 
 @triton.jit(
+    launch_metadata=metadata,
     do_not_specialize=[
         "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_step", "v_batch", "v_head", "v_step",
         "norm_batch", "norm_head", "norm_row", "norm_step", "code_mask", "least", "most", "sf",
         "mask_batch", "mask_head", "mask_row", "mask_step", "inverse_scale", "map_columns",
-        "out_batch", "out_head", "out_row", "unscale", "q_offset", "kv_len", "kv_start", "key_offset", "window",
-        "H", "Hk", "S", "capacity", "factor", "cap_in", "cap_out", "first_split", "batch_size",
+        "out_batch", "out_head", "out_row", "unscale", "q_offset", "kv_len", "kv_start", "key_offset",
+        "window", "H", "Hk", "S", "capacity", "factor", "cap_in", "cap_out", "first_split", "batch_size",
     ]
 )  # fmt: skip
 def attend(
@@ -260,7 +268,7 @@ def attend(
         UNIT: tl.constexpr = 128 // v.dtype.element_ty.primitive_bitwidth
         v_batch, v_head, v_step = v_batch * UNIT, v_head * UNIT, v_step * UNIT
     if OUT_ALIGNED:
-        out_head, out_row = out_head * 2, out_row * 2
+        out_batch, out_head, out_row = out_batch * 2, out_head * 2, out_row * 2
     group = H // Hk
     head = tl.program_id(0) // (D // COLUMNS)
     column = tl.program_id(0) % (D // COLUMNS) * COLUMNS
@@ -321,8 +329,6 @@ def attend(
         out_at = out + (b.to(tl.int64) * out_batch + q_head_of_row * out_head + row * out_row)
     else:
         out_at = out + row_index * D
-    if OUT_ALIGNED:
-        out_at = tl.multiple_of(out_at, [8])
 
     all_base = tl.full([ROWS], float("-inf"), tl.float32)
     all_total = tl.zeros([ROWS], tl.float32)
@@ -337,7 +343,7 @@ def attend(
         base = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         accumulators = ()
-        for c in tl.static_range(CHUNKS):
+        for _c in tl.static_range(CHUNKS):
             accumulators = accumulators + (tl.zeros([ROWS, CHUNK], tl.float32),)
         for t in range(tile, stop):
             n0 = t * TILE
@@ -347,7 +353,7 @@ def attend(
             if kind != 0:
                 n = n0 + tl.arange(0, TILE)
                 keep = (n >= seen_from) & (n < seen_to)
-                s = _scores(queries, k, n, keep, k_step, D, CHAIN)
+                s = _scores(queries, k + (n.to(tl.int64) * k_step)[:, None], keep, D, CHAIN)
                 if SOFTCAP:
                     s = cap_out * _tanh(s * cap_in)
                 seen = (n[None, :] >= first[:, None]) & (n[None, :] <= last[:, None])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HOPPER", "HOPPER_SPLIT", "HopperConfig"]
+__all__ = ["HOPPER", "HOPPER_SPLIT", "PORTABLE", "PORTABLE_SPLIT", "HopperConfig", "PortableConfig"]
 
 HOPPER_SPLIT = {256: 2048, 512: 4096}
 """Keys of a split by head dim."""
@@ -36,3 +36,55 @@ HOPPER = {
     (512, "loaded"): HopperConfig(1, 4, 208, 48),
     (512, "converted"): HopperConfig(1, 2, 192, 64),
 }
+
+
+PORTABLE_SPLIT = {64: 2048, 128: 2048, 256: 2048, 512: 4096}
+"""Keys of a split by head dim, of the portable kernel."""
+
+
+class PortableConfig(NamedTuple):
+    """Sizes of the portable kernel. They hold for every call of a device and head dim, whatever its S: other
+    sizes may mean other instructions, and other bits.
+
+    Attributes:
+        rows: packed query rows of a program.
+        tile: keys of a tile.
+        columns: columns of V of a program.
+        warps: of a program.
+        stages: tiles of K and V in flight.
+    """
+
+    rows: int
+    tile: int
+    columns: int
+    warps: int
+    stages: int
+
+
+PORTABLE = {
+    # (compute capability, head dim), chosen by the registers that the compiled code spills inside the loop
+    # over tiles: none or few where there is no mask.
+    (80, 64): PortableConfig(64, 64, 64, 4, 1),
+    (80, 128): PortableConfig(64, 64, 128, 8, 1),
+    (80, 256): PortableConfig(32, 64, 256, 8, 1),
+    (80, 512): PortableConfig(32, 64, 256, 8, 1),
+    # As sm80, in the 99 KiB of shared memory that there are.
+    (89, 64): PortableConfig(64, 64, 64, 4, 1),
+    (89, 128): PortableConfig(64, 64, 128, 8, 1),
+    (89, 256): PortableConfig(32, 64, 256, 8, 1),
+    (89, 512): PortableConfig(32, 64, 256, 8, 1),
+    # 64 rows for each of two warpgroups: wgmma. Head dims 256 and 512 have a kernel of their own there.
+    (90, 64): PortableConfig(128, 64, 64, 8, 2),
+    (90, 128): PortableConfig(128, 64, 128, 8, 2),
+    (90, 256): PortableConfig(128, 64, 256, 8, 1),
+    (90, 512): PortableConfig(128, 64, 256, 8, 1),
+    # With 32 rows Triton takes mma.sync, as before Hopper. From 64 rows on it takes tcgen05, and Triton 3.6
+    # then fails, or makes an empty program of this kernel.
+    (100, 64): PortableConfig(32, 64, 64, 4, 1),
+    (100, 128): PortableConfig(32, 64, 128, 4, 1),
+    (100, 256): PortableConfig(32, 64, 256, 8, 1),
+    (100, 512): PortableConfig(32, 64, 256, 8, 1),
+}
+"""None has been timed. Those of sm80, sm89 and sm100 have been compiled and never run: there the kernel is
+held to the oracle by Triton's interpreter alone.
+"""

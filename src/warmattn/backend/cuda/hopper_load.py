@@ -1,0 +1,313 @@
+"""The roles of the Hopper kernel that bring keys and values into shared memory."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from warmattn.backend.cuda.hopper_tiles import (
+    CHAINS,
+    CHUNK,
+    CHUNKS,
+    COLUMNS,
+    EACH_WARP,
+    HALF,
+    LOAD,
+    LOAD_COLUMN,
+    LOAD_ROW,
+    ROWS,
+    TILE,
+    V_BITS,
+    WORDS,
+    Block,
+    Mask,
+    Ring,
+    Values,
+    Variant,
+)
+
+__all__ = ["copy_tiles", "load_tiles", "make_table"]
+
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+"""Renamed in Triton 3.7."""
+
+
+@gluon.jit
+def copy_tiles(k, v, keys: Ring, chunks: Ring, block: Block, variant: Variant):
+    """The copying warp. Descriptors begin at key ``block.start``: rows outside them arrive as zeros."""
+    for i in range(block.tiles):
+        row = (block.tile0 + i) * TILE - block.start
+        _copy_keys(k, keys, i, row, variant.D)
+        for c in gl.static_range(CHUNKS):
+            use = i * CHUNKS + c
+            slot = use % chunks.depth
+            chunks.wait_empty(use)
+            mbarrier.expect(chunks.full.index(slot), TILE * CHUNK * 2)
+            tma.async_copy_global_to_shared(
+                v, [row, block.column + c * CHUNK], chunks.full.index(slot), chunks.slots.index(slot)
+            )
+
+
+@gluon.jit
+def _copy_keys(k, keys: Ring, i, row, D: gl.constexpr):
+    slot = i % keys.depth
+    keys.wait_empty(i)
+    mbarrier.expect(keys.full.index(slot), TILE * D * 2)
+    for c in gl.static_range(CHAINS):
+        tma.async_copy_global_to_shared(
+            k, [row, c * (D // CHAINS)], keys.full.index(slot), keys.slots.index(slot * CHAINS + c)
+        )
+
+
+def _lookup_asm(copies: int) -> str:
+    """Four table entries by the four bytes of a word; ``copies`` of the table lie interleaved."""
+    text = "{ .reg .u32 x0, x1, x2, x3;\n"
+    for k in range(4):
+        text += f"prmt.b32 x{k}, $4, 0, {0x4440 + k}; mad.lo.u32 x{k}, x{k}, {4 * copies}, $5;"
+        text += f" ld.shared.f32 ${k}, [x{k}];\n"
+    return text + "}"
+
+
+LOOKUP_1 = gl.constexpr(_lookup_asm(1))
+LOOKUP_32 = gl.constexpr(_lookup_asm(32))
+
+
+@gluon.jit
+def make_table(centroids, code_mask, COPIES: gl.constexpr):
+    """Put ``COPIES`` interleaved copies of the codebook, extended to 256 entries, into shared memory and
+    return the address. With 32 of them each lane reads its own bank. Gluon before Triton 3.7 can neither
+    gather from shared memory nor name an address in it, so the table is a shared array of the assembly's own.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    zero = gl.program_id(0) * 0
+    ALLOCATE: gl.constexpr = "{ .shared .align 128 .b8 codebook[32768]; mov.u32 $0, codebook; }"
+    ALLOCATE_1: gl.constexpr = "{ .shared .align 128 .b8 codebook[1024]; mov.u32 $0, codebook; }"
+    address = gl.inline_asm_elementwise(
+        ALLOCATE if COPIES == 32 else ALLOCATE_1, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
+    )
+    for start in range(0, 256 * COPIES, 128):
+        i = start + gl.arange(0, 128, layout=L)
+        entry = gl.load(centroids + ((i // COPIES) & code_mask))
+        gl.inline_asm_elementwise(
+            "st.shared.f32 [$1], $2; mov.u32 $0, 0;", "=r,r,f", [address + i * 4, entry], dtype=gl.int32,
+            is_pure=False, pack=1
+        )  # fmt: skip
+    return address
+
+
+@gluon.jit
+def _own_copy(lookup):
+    """This lane's copy of the table: its address of entry 0."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .u32 t; mov.u32 t, %laneid; shl.b32 t, t, 2; add.u32 $0, $1, t; }", "=r,r", [lookup],
+        dtype=gl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _widen(x, lookup, w, variant: Variant):
+    """What `_fetch` returned, as float32 ``[32, 64]``. Codes: ``fl(centroid * w)``."""
+    if variant.FORM == "codes":
+        c0, c1, c2, c3 = gl.inline_asm_elementwise(
+            LOOKUP_32 if variant.COPIES == 32 else LOOKUP_1, "=&f,=&f,=&f,=&f,r,r", [x, lookup],
+            dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1
+        )  # fmt: skip
+        c = gl.join(gl.join(c0, c2), gl.join(c1, c3)).reshape([HALF, CHUNK])
+        y = gl.convert_layout(c, LOAD, assert_trivial=True) * w[:, None]
+    else:
+        y = x.to(gl.float32)
+    return y
+
+
+@gluon.jit
+def _exponent(largest):
+    """The power of two, by its exponent, that a row of V with this largest magnitude is divided by."""
+    e = (largest.to(gl.int32, bitcast=True) >> 23) & 255
+    # floor((e - 127 + 10) / 16) * 16 of a number >= -117, by a shift of a non-negative one
+    e = (((e + 11) >> 4) << 4) - 128
+    return gl.where(largest == 0.0, 0, gl.minimum(gl.maximum(e, -112), 120))
+
+
+@gluon.jit
+def _norms(v: Values, n0, column_block, block: Block, LAYOUT: gl.constexpr, KEYS: gl.constexpr):
+    """Norms of KEYS keys from ``n0`` on, of one block of 256 columns; 0 for keys that no row may see."""
+    n = n0 + gl.arange(0, KEYS, layout=LAYOUT)
+    inside = (n >= block.start) & (n < block.end)
+    at = v.norm_block * column_block + n.to(gl.int64) * v.norm_row
+    return gl.load(v.norms + at, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _weight(norm, sf, D: gl.constexpr):
+    """fl32(norm * 1/sqrt(D)), or fl32(norm / sf) of one block of 256 columns."""
+    if D == 512:
+        w = gl.div_rn(norm, gl.full_like(norm, sf))
+    else:
+        w = norm * 0.0625
+    return w
+
+
+@gluon.jit
+def _fetch(v: Values, n0, column, block: Block, variant: Variant):
+    """Elements ``[32, 64]`` of V as they are stored, from key ``n0`` and ``column`` on; codes as words
+    ``[32, 16]`` of four. Keys that no row may see give 0.
+    """
+    LAYOUT: gl.constexpr = WORDS if variant.FORM == "codes" else LOAD
+    r = gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    inside = ((n0 + r >= block.start) & (n0 + r < block.end))[:, None]
+    if variant.FORM == "codes":
+        word = gl.arange(0, CHUNK // 4, layout=gl.SliceLayout(0, LAYOUT))
+        if variant.V_ALIGNED:  # rows begin at multiples of 16 bytes, and 32 of them span less than 2^31
+            words = (v.data + n0.to(gl.int64) * v.step + column).to(gl.pointer_type(gl.int32), bitcast=True)
+            at = (r * ((v.step // 16).to(gl.int32) * 4))[:, None] + word[None, :]
+            x = gl.load(words + at, mask=inside, other=0)
+        else:
+            at = ((n0 + r).to(gl.int64) * v.step)[:, None] + (column + 4 * word)[None, :]
+            x = gl.load(v.data + at, mask=inside, other=0).to(gl.int32)
+            for byte in gl.static_range(1, 4):
+                x = x | (gl.load(v.data + at + byte, mask=inside, other=0).to(gl.int32) << (8 * byte))
+    else:
+        d = column + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))
+        at = ((n0 + r).to(gl.int64) * v.step)[:, None] + d[None, :]
+        x = gl.load(v.data + at, mask=inside, other=0)
+    return x
+
+
+@gluon.jit
+def load_tiles(
+    PART: gl.constexpr, k, k_step, v: Values, keys: Ring, chunks: Ring, halves, exponents, block: Block,
+    mask: Mask, variant: Variant,
+):  # fmt: skip
+    """A loading warpgroup: every second chunk of V, converted on the way; part 0 brings the keys too. One
+    loop over half chunks keeps the code small: the roles of a program share an instruction cache.
+    """
+    high_halves, low_halves = halves
+    lookup = v.lookup
+    if variant.COPIES == 32:
+        lookup = _own_copy(lookup)
+    x = _fetch(v, block.tile0 * TILE, block.column + PART * CHUNK, block, variant)
+    wa = gl.full([HALF], 1.0, gl.float32, layout=LOAD_ROW)
+    wb = wa
+    scale_a = wa
+    scale_b = wa
+    scaled = True
+    for i in range(block.tiles):
+        n0 = (block.tile0 + i) * TILE
+        if PART == 0:
+            if variant.BULK_K:
+                _copy_keys(k, keys, i, n0 - block.start, variant.D)
+            else:
+                _load_keys(k, keys, i, n0, k_step, block, variant.D)
+        keep_a = _kept(n0, block, mask, variant)
+        keep_b = _kept(n0 + HALF, block, mask, variant)
+        if variant.FORM == "codes":
+            column_block = block.column // COLUMNS
+            wa = _weight(_norms(v, n0, column_block, block, LOAD_ROW, HALF), v.sf, variant.D)
+            wb = _weight(_norms(v, n0 + HALF, column_block, block, LOAD_ROW, HALF), v.sf, variant.D)
+            scaled = _has_unknown_exponent(v, n0, block, variant.D)
+        if variant.CONVERTED:
+            if scaled:
+                ea = _row_exponents(v, n0, lookup, keep_a, block, variant)
+                eb = _row_exponents(v, n0 + HALF, lookup, keep_b, block, variant)
+                scale_a = ((V_BITS - ea + 127) << 23).to(gl.float32, bitcast=True)
+                scale_b = ((V_BITS - eb + 127) << 23).to(gl.float32, bitcast=True)
+                if PART == 0:
+                    exponents.index(i & 1).slice(0, HALF, 0).store(ea.to(gl.float32))
+                    exponents.index(i & 1).slice(HALF, HALF, 0).store(eb.to(gl.float32))
+            else:  # scaled by way of w, exactly: nothing is near the ends of float32 then
+                wa = wa * 256.0
+                wb = wb * 256.0
+                if PART == 0:
+                    exponents.index(i & 1).store(gl.zeros([TILE], gl.float32, layout=EACH_WARP))
+        for step in range(4):
+            half = step & 1
+            use = i * CHUNKS + PART + (step & 2)
+            # The next half chunk is on its way while this one is converted.
+            later = step + 1
+            next_n0 = n0 + (later >> 2) * TILE + (later & 1) * HALF
+            next_x = _fetch(v, next_n0, block.column + (PART + (later & 2)) * CHUNK, block, variant)
+            y = _widen(x, lookup, gl.where(half == 0, wa, wb), variant)
+            if variant.MASK:
+                y = gl.where((((half == 0) & keep_a) | ((half == 1) & keep_b))[:, None], y, 0.0)
+            slot = use % chunks.depth
+            if variant.CONVERTED:  # the sum of two float16 terms
+                if scaled:
+                    y = y * gl.where(half == 0, scale_a, scale_b)[:, None]
+                high = y.to(gl.float16)
+                low = (y - high.to(gl.float32)).to(gl.float16)
+                chunks.wait_empty(use)
+                high_halves.index(2 * slot + half).store(high)
+                low_halves.index(2 * slot + half).store(low)
+            else:
+                chunks.wait_empty(use)
+                high_halves.index(2 * slot + half).store(y.to(gl.float16))
+            if half == 1:
+                fence_async_shared()
+                thread_barrier()
+                mbarrier.arrive(chunks.full.index(slot), count=1)
+            x = next_x
+
+
+@gluon.jit
+def _kept(n0, block: Block, mask: Mask, variant: Variant):
+    """Which of 32 keys some row of the block may see; what the others hold must leave no trace."""
+    n = n0 + gl.arange(0, HALF, layout=LOAD_ROW)
+    keep = (n >= block.start) & (n < block.end)
+    if variant.MASK:
+        seen = gl.zeros([HALF], gl.int32, layout=LOAD_ROW)
+        for start in range(0, ROWS, 64):
+            packed = block.row0 + start + gl.arange(0, 64, layout=LOAD_COLUMN)
+            row = packed // block.group
+            head = block.kv_head * block.group + packed % block.group
+            row_at = head.to(gl.int64) * mask.head + row.to(gl.int64) * mask.row
+            readable = keep[:, None] & (row < block.rows)[None, :]
+            at = row_at[None, :] + (n.to(gl.int64) * mask.step)[:, None]
+            cells = gl.load(mask.cells + at, mask=readable, other=0)
+            if mask.cells.dtype.element_ty == gl.float16:
+                shown = readable & (cells.to(gl.float32) > -1e30)
+            else:
+                shown = cells != 0
+            seen = gl.maximum(seen, gl.max(shown.to(gl.int32), 1))
+        keep = keep & (seen != 0)
+    return keep
+
+
+@gluon.jit
+def _load_keys(k, keys: Ring, i, n0, k_step, block: Block, D: gl.constexpr):
+    """What `_copy_keys` does, by ordinary loads: for operands that bulk copies cannot read."""
+    keys.wait_empty(i)
+    for c in gl.static_range(CHAINS):
+        d = c * (D // CHAINS) + gl.arange(0, D // CHAINS, layout=LOAD_COLUMN)
+        for h in gl.static_range(2):
+            n = n0 + h * HALF + gl.arange(0, HALF, layout=LOAD_ROW)
+            inside = (n >= block.start) & (n < block.end)
+            x = gl.load(k + (n.to(gl.int64) * k_step)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+            keys.slots.index((i % keys.depth) * CHAINS + c).slice(h * HALF, HALF, 0).store(x)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(keys.full.index(i % keys.depth), count=1)
+
+
+@gluon.jit
+def _has_unknown_exponent(v: Values, n0, block: Block, D: gl.constexpr):
+    """Whether some row's `_exponent` may be another than 0. A row's largest magnitude lies between the
+    codebook's least and largest magnitude times w, and mostly that is enough to know.
+    """
+    norm = gl.abs(_norms(v, n0, 0, block, EACH_WARP, TILE))
+    if D == 512:
+        norm = gl.maximum(norm, gl.abs(_norms(v, n0, 1, block, EACH_WARP, TILE)))
+    w = _weight(norm, v.sf, D)
+    known = ((w * v.least >= 0.0009765625) & (w * v.most < 64.0)) | (w == 0.0)
+    return gl.min(known.to(gl.int32), 0) == 0
+
+
+@gluon.jit
+def _row_exponents(v: Values, n0, lookup, keep, block: Block, variant: Variant):
+    """`_exponent` of whole rows, read for the purpose."""
+    largest = gl.zeros([HALF], gl.float32, layout=LOAD_ROW)
+    w = largest
+    for c in range(variant.D // CHUNK):
+        if variant.FORM == "codes":
+            w = _weight(_norms(v, n0, c // 4, block, LOAD_ROW, HALF), v.sf, variant.D)
+        x = _widen(_fetch(v, n0, c * CHUNK, block, variant), lookup, w, variant)
+        largest = gl.maximum(largest, gl.max(gl.abs(x), 1))
+    return _exponent(gl.where(keep, largest, 0.0))
