@@ -34,7 +34,7 @@ Result = tuple[Tensor, Tensor]
 
 
 def attend(inputs: Inputs, visible: Visibility, **arguments: Any) -> Result:
-    operands = {"kv_len": inputs.kv_len} | arguments
+    operands: dict[str, Any] = {"kv_len": inputs.kv_len} | arguments
     return attention(inputs.q, inputs.k, inputs.v, visible=visible, return_lse=True, **operands)
 
 

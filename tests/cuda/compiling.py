@@ -1,4 +1,4 @@
-"""Compile for sm90 what host code would launch, without a GPU.
+"""Compile for a GPU what host code would launch, without one.
 
 In `compiling_only` Triton has a driver that knows the target and launches nothing. Host code runs as it is,
 on CPU tensors, through Triton's own binding and specialisation; `specialisations` then are the kernels it
@@ -21,23 +21,30 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
-DEVICE = 1 << 16
-"""A device of no machine: Triton keeps compiled kernels by device, and these must never be launched."""
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
+"""Bytes of shared memory that a program may use, by compute capability."""
+
+
+def _device(capability: int) -> int:
+    """A device of no machine: Triton keeps compiled kernels by device, and these must never be launched."""
+    return (1 << 16) + capability
 
 
 class CompilingDriver:
     """What Triton asks of a driver between binding the arguments and launching."""
 
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": 232_448},
-        load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
-    )
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": SHARED_MEMORY[capability]},
+            load_binary=lambda name, binary, shared, device: (object(), object(), 0, 0, 1024),
+        )
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return DEVICE
+        return _device(self.capability)
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -47,17 +54,17 @@ class CompilingDriver:
 
 
 @contextmanager
-def compiling_only(cache: Path) -> Iterator[None]:
+def compiling_only(cache: Path, capability: int = 90) -> Iterator[None]:
     """Launches compile and do nothing else; binaries go to the folder ``cache``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.runtime.driver, "_active", CompilingDriver())
+        patch.setattr(triton.runtime.driver, "_active", CompilingDriver(capability))
         patch.setattr(knobs.cache, "dir", str(cache))
         yield
 
 
-def specialisations(kernel: Any) -> list[CompiledKernel]:
+def specialisations(kernel: Any, capability: int = 90) -> list[CompiledKernel]:
     """What the launches of a ``@triton.jit`` function in `compiling_only` have compiled so far."""
-    return list(kernel.device_caches[DEVICE][0].values())
+    return list(kernel.device_caches[_device(capability)][0].values())
 
 
 class Resources(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,13 @@ FAR = 2**31
 
 each_form = pytest.mark.parametrize("values", ["f16", "f32", "codes8"])
 each_head_dim = pytest.mark.parametrize("D", [256, 512])
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    """Other processes test on the same GPU."""
+    yield
+    torch.cuda.empty_cache()
 
 
 def far_down(rows: Tensor, capacity: int, filler: float, row_stride: int) -> Tensor:

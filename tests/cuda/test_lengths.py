@@ -32,8 +32,8 @@ def sequence(inputs: Inputs, b: int) -> dict[str, Any]:
     return {"q": inputs.q[one], "k": inputs.k[one], "v": cut}
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "full"])
-@pytest.mark.parametrize("values", ["f16", "f32", "codes8"])
+@pytest.mark.parametrize("kind", ["causal", "full"])
+@pytest.mark.parametrize("values", ["f16", "codes8"])
 @each_head_dim
 def test_ints_and_tensors_of_either_device(
     seed: int, device: torch.device, D: int, values: str, kind: str
@@ -43,9 +43,7 @@ def test_ints_and_tensors_of_either_device(
     inputs = make_inputs(seed, device=device, B=3, H=4, Hk=2, S=4, T=4200, D=D, values=values)
 
     def visible(q_offset: int | Tensor) -> Visibility:
-        if kind == "full":
-            return Full()
-        return Causal(q_offset) if kind == "causal" else Window(4150, q_offset)
+        return Causal(q_offset) if kind == "causal" else Full()
 
     alone = [
         attention(

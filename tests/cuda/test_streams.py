@@ -17,8 +17,8 @@ from torch import Tensor
 from warmattn import Causal, CodedValues, External, attention, tile_map
 from warmattn.testing import Inputs, assert_same_bits, make_inputs
 
-SLEEP = 400_000_000
-"""Cycles, about a fifth of a second."""
+SLEEP = 800_000_000
+"""Cycles, about two fifths of a second."""
 ROUNDS = 50
 
 Result = tuple[Tensor, Tensor]
