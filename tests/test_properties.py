@@ -298,11 +298,12 @@ def test_every_element_of_out_is_written_and_nothing_beyond(
 
 @settings(max_examples=300)
 @given(data=st.data(), poison=st.sampled_from([math.nan, INF, -INF]))
-def test_a_non_finite_key_or_value_stays_in_its_rows(
-    device: torch.device, data: st.DataObject, poison: float
-) -> None:
-    """Planted at one key, it makes exactly the rows that see the key non-finite: no other bit changes."""
-    case = data.draw(cases(device))
+def test_a_non_finite_key_or_value_stays_in_its_rows(data: st.DataObject, poison: float) -> None:
+    """Planted at one key, it makes exactly the rows that see the key non-finite: no other bit changes.
+
+    The CPU backend promises it; docs/cuda.md says what the CUDA backend does.
+    """
+    case = data.draw(cases(torch.device("cpu")))
     b = data.draw(st.integers(0, case.k.shape[0] - 1), "b")
     kv_head = data.draw(st.integers(0, case.k.shape[1] - 1), "kv_head")
     key = data.draw(st.integers(0, case.kv_lens[b] - 1), "key")

@@ -179,13 +179,12 @@ def test_hidden_tiles_may_hold_nan_and_inf(form: str, D: int, seed: int, device:
 
 @pytest.mark.parametrize("D", HEAD_DIMS)
 @pytest.mark.parametrize("with_map", [False, True])
-def test_a_non_finite_value_touches_only_the_rows_that_see_it(
-    with_map: bool, D: int, seed: int, device: torch.device
-) -> None:
+def test_a_non_finite_value_touches_only_the_rows_that_see_it(with_map: bool, D: int, seed: int) -> None:
+    """The CPU backend promises it; docs/cuda.md says what the CUDA backend does."""
     S, T = 40, 150
-    case = make_inputs(seed, device=device, S=S, T=T, D=D)
+    case = make_inputs(seed, S=S, T=T, D=D)
     assert isinstance(case.v, Tensor)
-    mask = torch.zeros(S, T, dtype=torch.float16, device=device)
+    mask = torch.zeros(S, T, dtype=torch.float16)
     mask[:32, 64:80] = -math.inf  # a hidden tile of the first rows only
     visible = External(mask, warmattn.tile_map(mask) if with_map else None)
     expected = warmattn.attention(case.q, case.k, case.v, visible=visible, kv_len=T)

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 from attend_cases import FEW, Case, check
+
+from warmattn.backend.cuda import hopper, portable
 
 
 def test_results(request: pytest.FixtureRequest) -> None:
@@ -26,6 +29,14 @@ def test_results(request: pytest.FixtureRequest) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_both_kernels_take_the_same_arguments() -> None:
+    kernels: tuple[Any, ...] = (portable.attend, hopper.attend)
+    ours, theirs = (
+        [parameter.name for parameter in kernel.params if not parameter.is_constexpr] for kernel in kernels
+    )
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
