@@ -50,6 +50,7 @@ from warmattn.backend.cuda.hopper_tiles import (
     Values,
     Variant,
     make_ring,
+    mask_kind,
 )
 from warmattn.backend.cuda.profiling import metadata
 
@@ -101,26 +102,11 @@ def _tanh(x):
 
 
 @gluon.jit
-def _mask_kind(mask: Mask, first_row, last_row, n0):
-    """What the map says of the tile for all of the rows together: 0 hidden, 1 mixed, 2 open."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    row = first_row // 32 + gl.arange(0, 4, layout=gl.SliceLayout(1, L))
-    column = n0 // 16 + gl.arange(0, 4, layout=gl.SliceLayout(0, L))
-    inside = (row <= last_row // 32)[:, None] & (column < mask.columns)[None, :]
-    at = row[:, None].to(gl.int64) * mask.columns + column[None, :]
-    kind = gl.load(mask.tiles + at, mask=inside, other=3)
-    kind = kind.to(gl.int32)
-    low = gl.min(gl.min(kind, 1), 0)
-    high = gl.max(gl.max(gl.where(inside, kind, 0), 1), 0)
-    return gl.where(high == 0, 0, gl.where(low >= 2, 2, 1))
-
-
-@gluon.jit
 def _hide(s, n0, mask: Mask, row_at, in_call, first_row, last_row, end, variant: Variant):
     """Add the mask's cells to the scores of one tile; a hidden cell gives -inf."""
     kind = 1
     if variant.MAP:
-        kind = _mask_kind(mask, first_row, last_row, n0)
+        kind = mask_kind(mask, first_row, last_row, n0)
     if kind == 0:
         s = gl.full_like(s, float("-inf"))
     elif kind == 1:
@@ -415,10 +401,10 @@ def attend(
     last_row = gl.minimum((row0 + ROWS - 1) // group, S - 1)
 
     # Row i sees the keys [first0 + i, last0 + i] of [start, end).
-    if LENGTHS:
-        q_offset = gl.load(q_offsets + b)
-        kv_len = gl.load(kv_lens + b)
-        kv_start = gl.load(kv_starts + b)
+    if LENGTHS:  # on the device where there is an address
+        q_offset = gl.load(q_offsets + b, mask=q_offsets.to(gl.int64) != 0, other=q_offset)
+        kv_len = gl.load(kv_lens + b, mask=kv_lens.to(gl.int64) != 0, other=kv_len)
+        kv_start = gl.load(kv_starts + b, mask=kv_starts.to(gl.int64) != 0, other=kv_start)
     end = gl.minimum(gl.maximum(kv_len, 0), capacity)
     start = gl.minimum(gl.maximum(kv_start, 0), end)
     last0 = end
@@ -508,7 +494,7 @@ def attend(
             [CONSUMER_REGISTERS, LOADER_REGISTERS],
         )
     else:
-        source = Values(v, v_step, norms, norm_row, norm_step, sf, lookup, least, most)
+        source = Values(v, v_step, norms, norm_row, norm_step, sf, lookup, centroids, code_mask)
         halves = (
             v_slots._reinterpret(gl.float16, [2 * V_SLOTS, HALF, CHUNK], SHARED),
             v_low._reinterpret(gl.float16, [2 * V_SLOTS, HALF, CHUNK], SHARED),

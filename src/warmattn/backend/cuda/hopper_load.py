@@ -23,6 +23,7 @@ from warmattn.backend.cuda.hopper_tiles import (
     Ring,
     Values,
     Variant,
+    mask_kind,
 )
 
 __all__ = ["copy_tiles", "load_tiles", "make_table"]
@@ -74,7 +75,7 @@ LOOKUP_32 = gl.constexpr(_lookup_asm(32))
 @gluon.jit
 def make_table(centroids, code_mask, COPIES: gl.constexpr):
     """Put ``COPIES`` interleaved copies of the codebook, extended to 256 entries, into shared memory and
-    return the address. With 32 of them each lane reads its own bank. Gluon before Triton 3.7 can neither
+    return its address. With 32 copies each lane reads its own bank. Gluon before Triton 3.7 can neither
     gather from shared memory nor name an address in it, so the table is a shared array of the assembly's own.
     """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -92,6 +93,14 @@ def make_table(centroids, code_mask, COPIES: gl.constexpr):
             is_pure=False, pack=1
         )  # fmt: skip
     return address
+
+
+@gluon.jit
+def _spread(v: Values):
+    """Least and largest magnitude of the codebook."""
+    WHOLE: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    magnitudes = gl.abs(gl.load(v.centroids + (gl.arange(0, 256, layout=WHOLE) & v.code_mask)))
+    return gl.min(magnitudes, 0), gl.max(magnitudes, 0)
 
 
 @gluon.jit
@@ -124,7 +133,7 @@ def _exponent(largest):
     e = (largest.to(gl.int32, bitcast=True) >> 23) & 255
     # floor((e - 127 + 10) / 16) * 16 of a number >= -117, by a shift of a non-negative one
     e = (((e + 11) >> 4) << 4) - 128
-    return gl.where(largest == 0.0, 0, gl.minimum(gl.maximum(e, -112), 120))
+    return gl.where(largest == 0.0, 0, gl.minimum(gl.maximum(e, -96), 120))
 
 
 @gluon.jit
@@ -182,6 +191,9 @@ def load_tiles(
     """
     high_halves, low_halves = halves
     lookup = v.lookup
+    spread = (0.0, 0.0)
+    if variant.FORM == "codes":
+        spread = _spread(v)
     if variant.COPIES == 32:
         lookup = _own_copy(lookup)
     x = _fetch(v, block.tile0 * TILE, block.column + PART * CHUNK, block, variant)
@@ -203,7 +215,7 @@ def load_tiles(
             column_block = block.column // COLUMNS
             wa = _weight(_norms(v, n0, column_block, block, LOAD_ROW, HALF), v.sf, variant.D)
             wb = _weight(_norms(v, n0 + HALF, column_block, block, LOAD_ROW, HALF), v.sf, variant.D)
-            scaled = _has_unknown_exponent(v, n0, block, variant.D)
+            scaled = _has_unknown_exponent(v, n0, spread, block, variant.D)
         if variant.CONVERTED:
             if scaled:
                 ea = _row_exponents(v, n0, lookup, keep_a, block, variant)
@@ -253,21 +265,28 @@ def _kept(n0, block: Block, mask: Mask, variant: Variant):
     n = n0 + gl.arange(0, HALF, layout=LOAD_ROW)
     keep = (n >= block.start) & (n < block.end)
     if variant.MASK:
-        seen = gl.zeros([HALF], gl.int32, layout=LOAD_ROW)
-        for start in range(0, ROWS, 64):
-            packed = block.row0 + start + gl.arange(0, 64, layout=LOAD_COLUMN)
-            row = packed // block.group
-            head = block.kv_head * block.group + packed % block.group
-            row_at = head.to(gl.int64) * mask.head + row.to(gl.int64) * mask.row
-            readable = keep[:, None] & (row < block.rows)[None, :]
-            at = row_at[None, :] + (n.to(gl.int64) * mask.step)[:, None]
-            cells = gl.load(mask.cells + at, mask=readable, other=0)
-            if mask.cells.dtype.element_ty == gl.float16:
-                shown = readable & (cells.to(gl.float32) > -1e30)
-            else:
-                shown = cells != 0
-            seen = gl.maximum(seen, gl.max(shown.to(gl.int32), 1))
-        keep = keep & (seen != 0)
+        kind = 1
+        if variant.MAP:
+            last_row = gl.minimum((block.row0 + ROWS - 1) // block.group, block.rows - 1)
+            kind = mask_kind(mask, block.row0 // block.group, last_row, n0 // TILE * TILE)
+        if kind == 0:
+            keep = n < 0
+        elif kind == 1:
+            seen = gl.zeros([HALF], gl.int32, layout=LOAD_ROW)
+            for start in range(0, ROWS, 64):
+                packed = block.row0 + start + gl.arange(0, 64, layout=LOAD_COLUMN)
+                row = packed // block.group
+                head = block.kv_head * block.group + packed % block.group
+                row_at = head.to(gl.int64) * mask.head + row.to(gl.int64) * mask.row
+                readable = keep[:, None] & (row < block.rows)[None, :]
+                at = row_at[None, :] + (n.to(gl.int64) * mask.step)[:, None]
+                cells = gl.load(mask.cells + at, mask=readable, other=0)
+                if mask.cells.dtype.element_ty == gl.float16:
+                    shown = readable & (cells.to(gl.float32) > -1e30)
+                else:
+                    shown = cells != 0
+                seen = gl.maximum(seen, gl.max(shown.to(gl.int32), 1))
+            keep = keep & (seen != 0)
     return keep
 
 
@@ -288,15 +307,16 @@ def _load_keys(k, keys: Ring, i, n0, k_step, block: Block, D: gl.constexpr):
 
 
 @gluon.jit
-def _has_unknown_exponent(v: Values, n0, block: Block, D: gl.constexpr):
+def _has_unknown_exponent(v: Values, n0, spread, block: Block, D: gl.constexpr):
     """Whether some row's `_exponent` may be another than 0. A row's largest magnitude lies between the
     codebook's least and largest magnitude times w, and mostly that is enough to know.
     """
+    least, most = spread
     norm = gl.abs(_norms(v, n0, 0, block, EACH_WARP, TILE))
     if D == 512:
         norm = gl.maximum(norm, gl.abs(_norms(v, n0, 1, block, EACH_WARP, TILE)))
     w = _weight(norm, v.sf, D)
-    known = ((w * v.least >= 0.0009765625) & (w * v.most < 64.0)) | (w == 0.0)
+    known = ((w * least >= 0.0009765625) & (w * most < 64.0)) | (w == 0.0)
     return gl.min(known.to(gl.int32), 0) == 0
 
 

@@ -185,11 +185,11 @@ class Values:
     norm_block: gl.tensor
     sf: gl.tensor
     lookup: gl.tensor
-    least: gl.tensor
-    most: gl.tensor
+    centroids: gl.tensor
+    code_mask: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, data, step, norms, norm_row, norm_block, sf, lookup, least, most):
+    def __init__(self, data, step, norms, norm_row, norm_block, sf, lookup, centroids, code_mask):
         self.data = data
         self.step = step
         self.norms = norms
@@ -197,5 +197,20 @@ class Values:
         self.norm_block = norm_block
         self.sf = sf
         self.lookup = lookup
-        self.least = least
-        self.most = most
+        self.centroids = centroids
+        self.code_mask = code_mask
+
+
+@gluon.jit
+def mask_kind(mask: Mask, first_row, last_row, n0):
+    """What the map says of the tile for all of the rows together: 0 hidden, 1 mixed, 2 open."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    row = first_row // 32 + gl.arange(0, 4, layout=gl.SliceLayout(1, L))
+    column = n0 // 16 + gl.arange(0, 4, layout=gl.SliceLayout(0, L))
+    inside = (row <= last_row // 32)[:, None] & (column < mask.columns)[None, :]
+    at = row[:, None].to(gl.int64) * mask.columns + column[None, :]
+    kind = gl.load(mask.tiles + at, mask=inside, other=3)
+    kind = kind.to(gl.int32)
+    low = gl.min(gl.min(kind, 1), 0)
+    high = gl.max(gl.max(gl.where(inside, kind, 0), 1), 0)
+    return gl.where(high == 0, 0, gl.where(low >= 2, 2, 1))

@@ -53,11 +53,17 @@ class _Outputs(NamedTuple):
 
 def run(call: AttentionCall) -> None:
     """Write ``call.out``, and ``call.lse`` unless it is ``None``."""
-    assert call.out is not None
     index = call.q.device.index
     if index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return run(call)
+    with _WORKSPACE.lock:  # another thread's kernels on this stream must not come between ours
+        _run(call, index)
+    return None
+
+
+def _run(call: AttentionCall, index: int) -> None:
+    assert call.out is not None
     stream = torch.cuda.current_stream(index).cuda_stream
     programs, rows = _programs(call), call.B * call.H * call.S
     first, splits = _visible_splits(call)
@@ -77,13 +83,12 @@ def run(call: AttentionCall) -> None:
         _merge(call, outputs, rows, stream)
     elif call.lse is not None:
         _log_sum_exp(call, outputs, rows, stream)
-    return None
 
 
 def run_partials(call: AttentionCall) -> SplitPartials:
     """Partial results per split, for the splits that any row of the call sees a key of (at least one)."""
     device = call.q.device
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _WORKSPACE.lock:
         stream = torch.cuda.current_stream(device).cuda_stream
         first, splits = _visible_splits(call)
         shape = (splits, *call.q.shape)
@@ -143,12 +148,12 @@ def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int
         if aligned_out:
             out_batch, out_head, out_row = out_batch // 2, out_head // 2, out_row // 2
 
-    norms, norm_strides, centroids, code_mask, spread = 0, (0, 0, 0, 0), 0, 0, (0.0, 0.0)
+    norms, norm_strides, centroids, code_mask = 0, (0, 0, 0, 0), 0, 0
     if call.norms is not None:
         assert call.centroids is not None
         dense = call.norms if call.norms.ndim == 4 else call.norms[..., None]
         norms, norm_strides, centroids = dense.data_ptr(), dense.stride(), call.centroids.data_ptr()
-        code_mask, spread = len(call.centroids) - 1, _spread(call.centroids)
+        code_mask = len(call.centroids) - 1
 
     scale = call.scale if call.softcap is None else 1.0
     mask, mask_strides, inverse_scale, mask_dtype, tile_map, map_columns = 0, (0, 0, 0, 0), 1.0, None, 0, 0
@@ -160,11 +165,11 @@ def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int
         if call.tile_map is not None:
             tile_map, map_columns = call.tile_map.data_ptr(), call.tile_map.shape[1]
 
-    pointers, numbers = (0, 0, 0), (call.q_offset, call.kv_len, call.kv_start)
-    tensor_lengths = any(isinstance(number, Tensor) for number in numbers)
-    if tensor_lengths:
-        on_device = [_on_device(number, call.B, q.device) for number in numbers]  # alive until the launch
-        pointers, numbers = tuple(length.data_ptr() for length in on_device), (0, 0, 0)
+    lengths = (call.q_offset, call.kv_len, call.kv_start)
+    tensors = [
+        n.to(q.device, non_blocking=True).contiguous() if isinstance(n, Tensor) else None for n in lengths
+    ]
+    tensor_lengths = any(tensor is not None for tensor in tensors)
 
     constants = _constants(
         D, call.causal, call.window is not None, call.mask is not None, call.tile_map is not None,
@@ -178,10 +183,12 @@ def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int
             q.data_ptr(), q_strides[0] // q_unit, q_strides[1] // q_unit, q_strides[2] // q_unit,
             k.data_ptr(), k_strides[0], k_strides[1], k_strides[2] // k_unit,
             v.data_ptr(), v_strides[0] // v_unit, v_strides[1] // v_unit, v_strides[2] // v_unit,
-            norms, *norm_strides, centroids, code_mask, *spread, call.sf,
+            norms, *norm_strides, centroids, code_mask, 0.0, 0.0, call.sf,
             mask, *mask_strides, inverse_scale, tile_map, map_columns,
             out, out_batch, out_head, out_row, maxima, sums, 1.0 if form == "f16" else _V_SCALED,
-            *pointers, *numbers, call.key_offset, min(call.window or 0, LARGEST_POSITION),
+            *(0 if t is None else t.data_ptr() for t in tensors),
+            *(0 if isinstance(n, Tensor) else n for n in lengths), call.key_offset,
+            min(call.window or 0, LARGEST_POSITION),
             call.H, call.Hk, call.S, call.C, _factor(scale),
             0.0 if call.softcap is None else call.scale / call.softcap, call.softcap or 0.0,
             first_split, call.B,
@@ -286,24 +293,6 @@ def _kernel(
 def _factor(scale: float) -> float:
     """``fl32(fl32(scale) * fl32(log2 e))``: scores become exponents of two."""
     return ctypes.c_float(scale * ctypes.c_float(math.log2(math.e)).value).value
-
-
-_SPREADS: dict[int, tuple[Tensor, tuple[float, float]]] = {}
-
-
-def _spread(centroids: Tensor) -> tuple[float, float]:
-    """Least and largest magnitude of a codebook; read from the device once."""
-    known = _SPREADS.get(id(centroids))
-    if known is None:
-        magnitudes = centroids.abs().cpu()
-        known = _SPREADS[id(centroids)] = (centroids, (float(magnitudes.min()), float(magnitudes.max())))
-    return known[1]
-
-
-def _on_device(length: int | Tensor, batch: int, device: torch.device) -> Tensor:
-    if isinstance(length, Tensor):
-        return length.to(device, non_blocking=True).contiguous()
-    return torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
 def _merge(call: AttentionCall, outputs: _Outputs, rows: int, stream: int) -> None:

@@ -133,7 +133,7 @@ def _norm_weight(norms, n, keep, block, row, step, sf, D: tl.constexpr):
 def _values(
     v, n, keep, column, v_step, w, table, TILE: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr
 ):  # fmt: skip
-    """Some columns of V, ``[TILE, WIDTH]``; float16 as it is, the rest in float32. Codes: ``fl(centroid * w)``."""
+    """Columns of V, ``[TILE, WIDTH]``; float16 as it is, others in float32. Codes: ``fl(centroid * w)``."""
     d = column + tl.arange(0, WIDTH)
     x = tl.load(v + (n.to(tl.int64) * v_step)[:, None] + d[None, :], mask=keep[:, None], other=0)
     if FORM == "codes":

@@ -20,7 +20,8 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held from `take` until the last kernel that uses the memory is launched."""
         self._buffers: dict[tuple[int, int], Tensor] = {}
         self._captured: dict[int, Tensor] = {}
 
@@ -34,9 +35,8 @@ class Workspace:
         if buffer is None or buffer.numel() < size:
             if capturing:
                 return torch.empty(size, dtype=torch.uint8, device=device)
-            with self._lock:
-                buffer = torch.empty(max(_SMALLEST, size), dtype=torch.uint8, device=device)
-                self._buffers[key] = buffer
+            buffer = torch.empty(max(_SMALLEST, size), dtype=torch.uint8, device=device)
+            self._buffers[key] = buffer
         if capturing:
             self._captured[buffer.data_ptr()] = buffer
         return buffer

@@ -8,25 +8,26 @@
 namespace warmattn::WA_ISA {
 
 constexpr int kChain = 64;
+constexpr int kLine = 16;  // columns of V that lie together
 
 template <int R>
 constexpr int kBlockOf = W == 8 ? (R == 1 ? 8 : 4) : (R == 1 ? 16 : 8);
 
 template <int R>
-WA_INLINE void dot_chain(const float* q, const float* k, int64_t k_stride, int count, float* scores, bool add) {
+WA_INLINE void dot_chain(const float* q, const float* k, float* scores, bool add) {
     constexpr int NB = kBlockOf<R>, L = R * W;
     vf sums[NB][R];
 #pragma GCC unroll 16
     for (int j = 0; j < NB; j++)
 #pragma GCC unroll 3
         for (int r = 0; r < R; r++) sums[j][r] = set1(0.f);
-    for (int d = 0; d < count; d++) {
+    for (int d = 0; d < kChain; d++) {
         vf rows[R];
 #pragma GCC unroll 3
         for (int r = 0; r < R; r++) rows[r] = load(q + d * L + r * W);
 #pragma GCC unroll 16
         for (int j = 0; j < NB; j++) {
-            const vf key = set1(k[j * k_stride + d]);
+            const vf key = set1(k[j * kChain + d]);
 #pragma GCC unroll 3
             for (int r = 0; r < R; r++) sums[j][r] = fma(key, rows[r], sums[j][r]);
         }
@@ -41,8 +42,7 @@ WA_INLINE void dot_chain(const float* q, const float* k, int64_t k_stride, int c
 }
 
 template <int R>
-WA_INLINE void weigh_columns(const float* weights, const float* v, int64_t D, int from, int to, float* acc,
-                             const float* rescale) {
+WA_INLINE void weigh_columns(const float* weights, const float* v, int from, int to, float* acc, const float* rescale) {
     constexpr int NB = kBlockOf<R>, L = R * W;
     vf sums[NB][R];
 #pragma GCC unroll 16
@@ -55,7 +55,7 @@ WA_INLINE void weigh_columns(const float* weights, const float* v, int64_t D, in
         for (int r = 0; r < R; r++) rows[r] = load(weights + k * L + r * W);
 #pragma GCC unroll 16
         for (int j = 0; j < NB; j++) {
-            const vf value = set1(v[k * D + j]);
+            const vf value = set1(v[k * kLine + j]);
 #pragma GCC unroll 3
             for (int r = 0; r < R; r++) sums[j][r] = fma(value, rows[r], sums[j][r]);
         }
@@ -69,6 +69,32 @@ WA_INLINE void weigh_columns(const float* weights, const float* v, int64_t D, in
         }
 }
 
+// As weigh_columns for N rows that would fill few lanes: the lanes hold columns of V, the rows' weights are spread over
+// them, and every sum is the same. acc is [row][D], and v the lines of V that begin with these columns.
+template <int N>
+WA_INLINE void weigh_rows(const float* weights, const float* v, int64_t D, int from, int to, float* acc,
+                          const float* rescale) {
+    vf sums[N][kLine / W];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int c = 0; c < kLine / W; c++) sums[n][c] = set1(0.f);
+    for (int k = from; k < to; k++)
+#pragma GCC unroll 4
+        for (int c = 0; c < kLine / W; c++) {
+            const vf value = load(v + k * kLine + c * W);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) sums[n][c] = fma(value, set1(weights[k * W + n]), sums[n][c]);
+        }
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int c = 0; c < kLine / W; c++) {
+            float* at = acc + n * D + c * W;
+            store(at, fma(load(at), set1(rescale[n]), sums[n][c]));
+        }
+}
+
 template <int QkDtype, int Form>
 class FmaEngine {
     const WaCall& call;
@@ -76,15 +102,17 @@ class FmaEngine {
     const int padded;
     const uint16_t* keys;
     ValueRows<Form> values;
+    const bool thin;                // few rows: accumulators are [row][D]
     float *queries, *accumulators;  // panel after panel: [D][L] with the panel's own L
-    float *k_tile, *v_tile;         // [tile_keys][D]
+    float* k_tile;                  // [D / kChain][tile_keys][kChain]
+    float* v_tile;                  // [D / kLine][tile_keys][kLine]
     float* weights;                 // panel after panel: [tile_keys][L]
 
   public:
     static constexpr int tile_keys = 64, max_vectors = 3;
     OddKeys odd_values;
 
-    static int block_rows(int64_t D) { return D > 256 ? 96 : 192; }
+    static int block_rows(int64_t) { return 192; }
     static size_t bytes(int64_t D, int rows) {
         return ((2 * rows + 2 * tile_keys) * D + rows * tile_keys) * sizeof(float) + 256;
     }
@@ -92,7 +120,11 @@ class FmaEngine {
     static void leave_thread() {}
 
     FmaEngine(const WaCall& call, const Block& block, int padded, Arena& arena)
-        : call(call), block(block), padded(padded), values(call, block.b, block.kv_head) {
+        : call(call),
+          block(block),
+          padded(padded),
+          values(call, block.b, block.kv_head),
+          thin(W > 4 && block.rows <= W / 2) {
         keys = (const uint16_t*)call.k.data + block.b * call.k.batch + block.kv_head * call.k.head;
         queries = arena.take<float>(padded * call.D);
         accumulators = arena.take<float>(padded * call.D);
@@ -138,21 +170,22 @@ class FmaEngine {
         const int padded_from = from / 32 * 32, padded_to = (to + 31) / 32 * 32;
         vf odd = set1(0.f);
         for (int k = padded_from; k < padded_to; k++) {
-            float *k_row = k_tile + k * call.D, *v_row = v_tile + k * call.D;
             if (k < from || k >= to) {
-                memset(k_row, 0, call.D * sizeof(float));
-                memset(v_row, 0, call.D * sizeof(float));
+                for (int64_t d = 0; d < call.D; d += W) {
+                    store(key_at(k, d), set1(0.f));
+                    store(value_at(k, d), set1(0.f));
+                }
                 continue;
             }
             const uint16_t* k_from = keys + (key0 + k) * call.k.row;
             const char* v_from = values.row(key0 + k);
-            for (int64_t d = 0; d < call.D; d += W) store(k_row + d, widen<QkDtype>(k_from + d));
+            for (int64_t d = 0; d < call.D; d += W) store(key_at(k, d), widen<QkDtype>(k_from + d));
             for (int64_t d0 = 0; d0 < call.D; d0 += 256) {
                 const float weight = values.weight(key0 + k, d0 / 256);
                 for (int64_t d = d0; d < smaller(d0 + 256, call.D); d += W) {
                     const vf x = values.values(v_from, d, weight);
                     odd = fma(x, set1(0.f), odd);  // NaN from the first non-finite value on
-                    store(v_row + d, x);
+                    store(value_at(k, d), x);
                 }
             }
         }
@@ -168,10 +201,8 @@ class FmaEngine {
     void scores(int row, int from, int to, float* out) {
         constexpr int NB = kBlockOf<R>, L = R * W;
         const float* q = queries + row * call.D;
-        const int chain = smaller(kChain, int(call.D));
-        for (int64_t d = 0; d < call.D; d += chain)
-            for (int k = from; k < to; k += NB)
-                dot_chain<R>(q + d * L, k_tile + k * call.D + d, call.D, chain, out + k * L, d > 0);
+        for (int64_t d = 0; d < call.D; d += kChain)
+            for (int k = from; k < to; k += NB) dot_chain<R>(q + d * L, key_at(k, d), out + k * L, d > 0);
     }
 
     template <int R>
@@ -181,11 +212,26 @@ class FmaEngine {
     void accumulate(int row, int from, int to, const float* rescale) {
         constexpr int NB = kBlockOf<R>, L = R * W;
         float* acc = accumulators + row * call.D;
+        if (R == 1 && thin) {
+            for (int64_t d = 0; d < call.D; d += kLine) {
+                const auto weigh = [&](auto N, int n) {
+                    weigh_rows<N>(weights + n, value_at(0, d), call.D, from, to, acc + n * call.D + d, rescale + n);
+                };
+                int n = 0;
+                for (; n + 4 <= block.rows; n += 4) weigh(std::integral_constant<int, 4>(), n);
+                for (; n < block.rows; n++) weigh(std::integral_constant<int, 1>(), n);
+            }
+            return;
+        }
         for (int64_t d = 0; d < call.D; d += NB)
-            weigh_columns<R>(scores_of(row), v_tile + d, call.D, from, to, acc + d * L, rescale);
+            weigh_columns<R>(scores_of(row), value_at(0, d), from, to, acc + d * L, rescale);
     }
 
     void export_rows(float* to) {
+        if (thin) {
+            memcpy(to, accumulators, size_t(block.rows) * call.D * sizeof(float));
+            return;
+        }
         each_panel([&](int row0, int L) {
             for (int row = row0; row < smaller(row0 + L, block.rows); row++) {
                 const float* from = accumulators + row0 * call.D + (row - row0);
@@ -195,15 +241,17 @@ class FmaEngine {
     }
 
   private:
+    float* key_at(int key, int64_t d) const { return k_tile + (d / kChain * tile_keys + key) * kChain + d % kChain; }
+    float* value_at(int key, int64_t d) const { return v_tile + (d / kLine * tile_keys + key) * kLine + d % kLine; }
+
     // 0 * NaN is NaN: zeros in the place of a non-finite row keep it from rows that do not see its key.
     void set_aside_odd_values(int from, int to) {
         for (int k = from; k < to; k++) {
-            float* row = v_tile + k * call.D;
             vf odd = set1(0.f);
-            for (int64_t d = 0; d < call.D; d += W) odd = fma(load(row + d), set1(0.f), odd);
+            for (int64_t d = 0; d < call.D; d += W) odd = fma(load(value_at(k, d)), set1(0.f), odd);
             if (!any_nan(odd)) continue;
             odd_values.add(k);
-            memset(row, 0, call.D * sizeof(float));
+            for (int64_t d = 0; d < call.D; d += W) store(value_at(k, d), set1(0.f));
         }
     }
 };
