@@ -1,4 +1,4 @@
-# Five commands; each first installs what it needs into .venv, again only when requirements or kernels have changed.
+# Six commands; each first installs what it needs into .venv, again only when requirements or kernels have changed.
 # Needs Python >= 3.11 with its venv module, a C++ compiler and the package registries.
 PYTHON ?= python3
 VENV := .venv
@@ -7,13 +7,17 @@ KERNELS := CMakeLists.txt $(wildcard src/warmattn/backend/cpu/native/*)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: demo test check docs bench clean
+.PHONY: demo test compile-all check docs bench clean
 
 demo: $(VENV)/.package
 	$(BIN)/warmattn demo
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# The kernels for GPUs, all of them, without a GPU.
+compile-all: $(VENV)/.cuda
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/cuda/attend_cases.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -46,6 +50,10 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml $(KERNELS)
 
 $(VENV)/.test: $(VENV)/.package
 	$(INSTALL) --group test --group oracle
+	touch $@
+
+$(VENV)/.cuda: $(VENV)/.test
+	$(INSTALL) 'triton>=3.6'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test

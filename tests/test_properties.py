@@ -319,8 +319,8 @@ def test_a_non_finite_key_or_value_stays_in_its_rows(data: st.DataObject, poison
         v = CodedValues(v.codes, norms, v.codebook)
 
     expected, actual = case.run(), case.run(k=k, v=v)
-    heads = torch.arange(case.q.shape[1], device=device) // (case.q.shape[1] // case.k.shape[1])
-    sees = torch.zeros(case.q.shape[:3], dtype=torch.bool, device=device)
+    heads = torch.arange(case.q.shape[1]) // (case.q.shape[1] // case.k.shape[1])
+    sees = torch.zeros(case.q.shape[:3], dtype=torch.bool)
     sees[b] = case.seen()[b, :, :, key] & (heads == kv_head)[:, None]
     event(f"some rows see the key: {bool(sees.any())}")
     assert torch.equal(~actual[0].isfinite().all(dim=3), sees)

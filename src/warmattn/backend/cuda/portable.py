@@ -82,9 +82,8 @@ def _hide(s, seen, mask, at, n, step, inverse_scale):
     """Add the mask's cells to the scores of one tile; and whether its rows still see its keys."""
     cells = tl.load(mask + at[:, None] + (n.to(tl.int64) * step)[None, :], mask=seen, other=0)
     if mask.dtype.element_ty == tl.float16:
-        cells = cells.to(tl.float32)
-        s = tl.fma(cells, inverse_scale, s)
-        seen = seen & (cells > -1e30)
+        seen = seen & (cells > float("-inf"))  # of float16, nothing else is at or below -1e30
+        s = tl.fma(cells.to(tl.float32), inverse_scale, s)
     else:
         seen = seen & (cells != 0)
     return s, seen
