@@ -12,6 +12,7 @@ from cli_helpers import Invoke
 from test_cli_usage import warmattn_process
 
 import warmattn
+from warmattn.backend.cpu import native
 from warmattn.pipelines import REGISTRY
 
 
@@ -38,6 +39,29 @@ def test_registry_lists_what_was_prewarmed(invoke: Invoke, monkeypatch: pytest.M
     assert len(pipelines) == 4
     assert {"backend": "cpu", "device": "cpu", "label": label, "status": "ready"} in pipelines
     assert label in invoke("info", columns=200).stdout
+
+
+def test_the_instruction_set_is_shown_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    isas = native.isas()
+    fastest = next(isa.name for isa in isas if isa.missing is None)
+    for forced, isa, why in (
+        (None, fastest, "the fastest that runs here"),
+        (isas[-1].name, isas[-1].name, "as WARMATTN_CPU_ISA says"),
+    ):
+        monkeypatch.delenv("WARMATTN_CPU_ISA", raising=False)
+        if forced is not None:
+            monkeypatch.setenv("WARMATTN_CPU_ISA", forced)
+        kernels = json.loads(warmattn_process("info", "--json").stdout)["cpu_kernels"]
+        assert kernels == {
+            "selected": isa,
+            "forced": forced,
+            "missing": {isa.name: isa.missing for isa in isas},
+        }
+        assert f"{isa}, {why}" in warmattn_process("info").stdout
+    monkeypatch.setenv("WARMATTN_CPU_ISA", "mmx")
+    impossible = warmattn_process("info")
+    assert (impossible.returncode, impossible.stderr) == (0, "")
+    assert "WARMATTN_CPU_ISA=mmx" in impossible.stdout
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -37,6 +37,7 @@ def info(as_json: bool) -> None:
         "cpu": _cpu(),
         "torch": _or_error(_torch),
         "backends": _or_error(_backends),
+        "cpu_kernels": _or_error(_cpu_kernels),
         "pipelines": _or_error(_pipelines),
     }
     if as_json:
@@ -107,6 +108,18 @@ def _backends() -> list[dict[str, Any]]:
     ]
 
 
+def _cpu_kernels() -> dict[str, Any]:
+    """The compiled kernels: which run, which was asked for, and what keeps others from running here."""
+    from warmattn.backend.cpu import native
+
+    selected = native.selected_isa()
+    return {
+        "selected": None if selected is None else selected.name,
+        "forced": os.environ.get(native.ISA_VARIABLE),
+        "missing": {isa.name: isa.missing for isa in native.isas()},
+    }
+
+
 def _pipelines() -> list[dict[str, Any]]:
     from warmattn.pipelines import REGISTRY
 
@@ -133,7 +146,12 @@ def _lines(document: dict[str, Any]) -> dict[str, str]:
         for device in torch["devices"]:
             memory = f", {quantity(device['memory'], 'B')}" if device["memory"] else ""
             lines[f"device {device['device']}"] = device["name"] + memory
-    return {**lines, **_backend_lines(document["backends"]), **_pipeline_lines(document["pipelines"])}
+    return {
+        **lines,
+        **_backend_lines(document["backends"]),
+        **_kernel_lines(document["cpu_kernels"]),
+        **_pipeline_lines(document["pipelines"]),
+    }
 
 
 def _backend_lines(backends: Any) -> dict[str, str]:
@@ -145,6 +163,19 @@ def _backend_lines(backends: Any) -> dict[str, str]:
         else f"not available: {status['reason']}"
         for status in backends
     }
+
+
+def _kernel_lines(kernels: Any) -> dict[str, str]:
+    if "error" in kernels:
+        return {"cpu kernels": kernels["error"]}
+    if kernels["selected"] is None:
+        return {"cpu kernels": "not built: torch operations serve"}
+    why = "as WARMATTN_CPU_ISA says" if kernels["forced"] else "the fastest that runs here"
+    lines = {"cpu kernels": f"{kernels['selected']}, {why}"}
+    for name, missing in kernels["missing"].items():
+        if missing is not None:
+            lines[f"cpu kernels {name}"] = f"cannot run: {missing}"
+    return lines
 
 
 def _pipeline_lines(pipelines: Any) -> dict[str, str]:
