@@ -14,8 +14,7 @@ from warmattn.pipelines import PipelineKey
 
 __all__ = ["BACKEND", "CudaBackend"]
 
-_HOPPER = (9, 0)
-_HOPPER_HEAD_DIMS = (256, 512)
+_OLDEST = (8, 0)
 
 
 class CudaBackend:
@@ -31,16 +30,16 @@ class CudaBackend:
         device = call.q.device
         if device.type != "cuda":
             return f"operands are on {device}, not on a GPU"
-        if _capability(device.index) != _HOPPER:
-            return f"{device} has compute capability {_capability(device.index)}, the kernels need {_HOPPER}"
-        if call.D not in _HOPPER_HEAD_DIMS:
-            return f"head dim {call.D}: expected one of {_HOPPER_HEAD_DIMS}"
+        major, minor = _capability(device.index)
+        if (major, minor) < _OLDEST:
+            needed = ".".join(map(str, _OLDEST))
+            return f"{device} has compute capability {major}.{minor}, the kernels need {needed}"
         return None
 
     def tiling(self, head_dim: int) -> Tiling:
         from warmattn.backend.cuda import launch
 
-        return launch.HOPPER_TILING[head_dim]
+        return launch.sizes(torch.cuda.current_device(), head_dim).tiling
 
     def prepare(self, keys: Sequence[PipelineKey], device: torch.device) -> None:
         from warmattn.backend.cuda.building import build_side_by_side

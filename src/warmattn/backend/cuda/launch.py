@@ -13,25 +13,22 @@ from torch import Tensor
 from triton.runtime import _allocation
 
 from warmattn.backend import SplitPartials, Tiling
-from warmattn.backend.cuda import hopper, merge
+from warmattn.backend.cuda import hopper, merge, portable
 from warmattn.backend.cuda.profiling import launching
-from warmattn.backend.cuda.tuning import HOPPER, HOPPER_SPLIT
+from warmattn.backend.cuda.tuning import HOPPER, HOPPER_SPLIT, PORTABLE, PORTABLE_SPLIT, portable_family
 from warmattn.backend.cuda.workspace import Workspace
 from warmattn.call import LARGEST_POSITION, AttentionCall
 from warmattn.partials import Exponential, Partials
 from warmattn.pipelines import PipelineKey
 
-__all__ = ["BASE_TWO", "HOPPER_TILING", "build", "run", "run_partials"]
+__all__ = ["BASE_TWO", "Sizes", "build", "run", "run_partials", "sizes"]
 
 BASE_TWO = Exponential(1.0, True, math.log(2.0))
 """What weighs the kernels' partial results: their maxima are exponents of two."""
 
-_ROWS, _TILE, _COLUMNS = 128, 64, 256
-HOPPER_TILING = {D: Tiling(_ROWS, _TILE, split) for D, split in HOPPER_SPLIT.items()}
-
 _FULL = 0.7
 """Where programs fill this part of the device, each walks all splits of its rows, one after the other."""
-_SCRATCH = 256
+_DESCRIPTORS = 256
 """Bytes of global memory in which one program of the Hopper kernel keeps its descriptors."""
 _V_SCALED = 2.0**-8
 """Undoes the scaling of converted values."""
@@ -40,8 +37,37 @@ _WORKSPACE = Workspace()
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 
 
+class Sizes(NamedTuple):
+    """How one device cuts calls of one head dim.
+
+    Attributes:
+        kernel: ``hopper`` or ``portable``.
+        family: row of the portable kernel's table, by compute capability.
+        tiling: rows, keys and splits.
+        columns: columns of V of a program.
+        scratch: bytes of global memory that a program uses besides.
+    """
+
+    kernel: str
+    family: int
+    tiling: Tiling
+    columns: int
+    scratch: int
+
+
+@cache
+def sizes(index: int, D: int) -> Sizes:
+    """The kernel and its sizes for a device and head dim: the same for every call, whatever its S."""
+    capability, is_amd = torch.cuda.get_device_capability(index), torch.version.hip is not None
+    family = portable_family(capability, is_amd=is_amd)
+    if capability == (9, 0) and not is_amd and D in HOPPER_SPLIT:
+        return Sizes("hopper", family, Tiling(128, 64, HOPPER_SPLIT[D]), 256, _DESCRIPTORS)
+    config = PORTABLE[family, D]
+    return Sizes("portable", family, Tiling(config.rows, config.tile, PORTABLE_SPLIT[D]), config.columns, 0)
+
+
 class _Outputs(NamedTuple):
-    """Where `hopper.attend` writes, by address. ``walk``: the result itself; else partials per split."""
+    """Where the kernel writes, by address. ``walk``: the result itself; else partials per split."""
 
     walk: bool
     out: int
@@ -65,20 +91,21 @@ def run(call: AttentionCall) -> None:
 def _run(call: AttentionCall, index: int) -> None:
     assert call.out is not None
     stream = torch.cuda.current_stream(index).cuda_stream
-    programs, rows = _programs(call), call.B * call.H * call.S
-    first, splits = _visible_splits(call)
+    cut = sizes(index, call.D)
+    programs, rows = _programs(call, cut), call.B * call.H * call.S
+    first, splits = _visible_splits(call, cut)
     walk = splits == 1 or programs >= _FULL * _processors(index)
     if walk:
         splits = 1
-    scratch_size = _SCRATCH * programs * splits
+    scratch_bytes = cut.scratch * programs * splits
     row_bytes = 4 * splits * rows
     part_bytes = 0 if walk else row_bytes * call.D
-    workspace = _WORKSPACE.take(scratch_size + part_bytes + 2 * row_bytes, call.q.device, stream)
-    parts = workspace.data_ptr() + scratch_size
+    workspace = _WORKSPACE.take(scratch_bytes + part_bytes + 2 * row_bytes, call.q.device, stream)
+    parts = workspace.data_ptr() + scratch_bytes
     maxima = parts + part_bytes
     out = call.out.data_ptr() if walk else parts
     outputs = _Outputs(walk, out, maxima, maxima + row_bytes, first, splits)
-    _attend(call, outputs, workspace, stream)
+    _attend(call, cut, outputs, workspace, stream)
     if not walk:
         _merge(call, outputs, rows, stream)
     elif call.lse is not None:
@@ -90,20 +117,21 @@ def run_partials(call: AttentionCall) -> SplitPartials:
     device = call.q.device
     with torch.cuda.device(device), _WORKSPACE.lock:
         stream = torch.cuda.current_stream(device).cuda_stream
-        first, splits = _visible_splits(call)
+        cut = sizes(device.index, call.D)
+        first, splits = _visible_splits(call, cut)
         shape = (splits, *call.q.shape)
         maxima, sums, parts = (
             torch.empty(size, dtype=torch.float32, device=device) for size in (shape[:-1], shape[:-1], shape)
         )
-        scratch = _WORKSPACE.take(_SCRATCH * _programs(call) * splits, device, stream)
+        scratch = _WORKSPACE.take(cut.scratch * _programs(call, cut) * splits, device, stream)
         outputs = _Outputs(False, parts.data_ptr(), maxima.data_ptr(), sums.data_ptr(), first, splits)
-        _attend(call, outputs, scratch, stream)
+        _attend(call, cut, outputs, scratch, stream)
     return SplitPartials(first, Partials(maxima, sums, parts), BASE_TWO)
 
 
-def _programs(call: AttentionCall) -> int:
+def _programs(call: AttentionCall, cut: Sizes) -> int:
     """Programs that walk all splits."""
-    return call.B * call.Hk * (call.D // _COLUMNS) * -(-call.S * call.group // _ROWS)
+    return call.B * call.Hk * (call.D // cut.columns) * -(-call.S * call.group // cut.tiling.rows)
 
 
 @cache
@@ -111,7 +139,7 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _visible_splits(call: AttentionCall) -> tuple[int, int]:
+def _visible_splits(call: AttentionCall, cut: Sizes) -> tuple[int, int]:
     """First and number of the splits that hold a key which some row may see, as far as the host knows."""
     start = 0 if isinstance(call.kv_start, Tensor) else call.kv_start
     end = call.C if isinstance(call.kv_len, Tensor) else call.kv_len
@@ -122,12 +150,12 @@ def _visible_splits(call: AttentionCall) -> tuple[int, int]:
             start = max(start, position - call.window + 1)
     if start >= end:
         return 0, 1
-    split = HOPPER_SPLIT[call.D]
+    split = cut.tiling.split
     first = start // split
     return first, -(-end // split) - first
 
 
-def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int) -> None:
+def _attend(call: AttentionCall, cut: Sizes, outputs: _Outputs, scratch: Tensor, stream: int) -> None:
     q, k, v, D = call.q, call.k, call.v, call.D
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     form = "codes" if call.norms is not None else "f16" if v.dtype == torch.float16 else "f32"
@@ -172,14 +200,14 @@ def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int
     tensor_lengths = any(tensor is not None for tensor in tensors)
 
     constants = _constants(
-        D, call.causal, call.window is not None, call.mask is not None, call.tile_map is not None,
-        call.softcap is not None, tensor_lengths, form, bulk_k, aligned_v, aligned_out, walk,
+        cut.kernel, cut.family, D, call.causal, call.window is not None, call.mask is not None,
+        call.tile_map is not None, call.softcap is not None, tensor_lengths, form, bulk_k, aligned_v, aligned_out, walk,
     )  # fmt: skip
-    kernel = _kernel(q.device.index, q.dtype, v.dtype, mask_dtype, constants)
+    kernel = _kernel(q.device.index, cut, q.dtype, v.dtype, mask_dtype, constants)
     token = _allocation._allocator.set(lambda size, alignment, stream: scratch)
     launching(call)
     try:
-        kernel[call.B * call.Hk * (D // _COLUMNS), -(-call.S * call.group // _ROWS), splits](
+        kernel[call.B * call.Hk * (D // cut.columns), -(-call.S * call.group // cut.tiling.rows), splits](
             q.data_ptr(), q_strides[0] // q_unit, q_strides[1] // q_unit, q_strides[2] // q_unit,
             k.data_ptr(), k_strides[0], k_strides[1], k_strides[2] // k_unit,
             v.data_ptr(), v_strides[0] // v_unit, v_strides[1] // v_unit, v_strides[2] // v_unit,
@@ -200,6 +228,8 @@ def _attend(call: AttentionCall, outputs: _Outputs, scratch: Tensor, stream: int
 
 @cache
 def _constants(
+    kernel: str,
+    family: int,
     D: int,
     causal: bool,
     window: bool,
@@ -208,18 +238,19 @@ def _constants(
     softcap: bool,
     tensor_lengths: bool,
     form: str,
-    bulk_k: bool,
+    aligned_qk: bool,
     aligned_v: bool,
     aligned_out: bool,
     walk: bool,
 ) -> tuple[Any, ...]:
-    """The compile-time constants of `hopper.attend`, in its order."""
-    bulk_v = form == "f16" and not mask and bulk_k and aligned_v
+    """The compile-time constants of the kernel's ``attend``, in its order."""
+    kind = (D, causal, window, mask, tile_map, softcap, tensor_lengths, form, aligned_qk)
+    if kernel == "portable":
+        rows, tile, columns, _, _ = PORTABLE[family, D]
+        return (*kind, aligned_v, aligned_out, walk, PORTABLE_SPLIT[D], rows, tile, columns)
+    bulk_v = form == "f16" and not mask and aligned_qk and aligned_v
     variant = "copied" if bulk_v else "loaded" if form == "f16" else "converted"
-    return (
-        D, causal, window, mask, tile_map, softcap, tensor_lengths, form, bulk_k, bulk_v, aligned_v,
-        aligned_out, walk, HOPPER_SPLIT[D], *HOPPER[D, variant],
-    )  # fmt: skip
+    return (*kind, bulk_v, aligned_v, aligned_out, walk, HOPPER_SPLIT[D], *HOPPER[D, variant])
 
 
 def build(key: PipelineKey, index: int) -> None:
@@ -232,14 +263,16 @@ def build(key: PipelineKey, index: int) -> None:
     if key.on(323):
         form, values = "f32", torch.bfloat16
     mask = torch.float16 if key.on(300) else None
+    cut = sizes(index, key.head_dim)
     for walk in (True, False):
         constants = _constants(
-            key.head_dim, key.on(301), key.on(310), key.on(300), key.on(303), key.on(320), key.on(325), form,
+            cut.kernel, cut.family, key.head_dim, key.on(301), key.on(310), key.on(300), key.on(303),
+            key.on(320), key.on(325), form,
             True, True, True, walk,
         )  # fmt: skip
-        _kernel(index, scores, values, mask, constants)
+        _kernel(index, cut, scores, values, mask, constants)
     for lse in (False, True):
-        _merging(index, "merge_splits", (key.head_dim, merge.COLUMNS, lse))
+        _merging(index, "merge_splits", (key.head_dim, min(key.head_dim, merge.COLUMNS), lse))
     _merging(index, "log_sum_exp", (merge.ROWS,))
 
 
@@ -262,29 +295,39 @@ class _Pointer:
 
 
 def _kernel(
-    index: int, scores: torch.dtype, values: torch.dtype, mask: torch.dtype | None, constants: tuple[Any, ...]
+    index: int,
+    cut: Sizes,
+    scores: torch.dtype,
+    values: torch.dtype,
+    mask: torch.dtype | None,
+    constants: tuple[Any, ...],
 ) -> Any:
-    """`hopper.attend` compiled for these types and constants."""
+    """The kernel's ``attend``, compiled for these types and constants."""
     key = (index, scores, values, mask, constants)
     found = _COMPILED.get(key)
     if found is None:
-        bulk_k, _, aligned_v, aligned_out = constants[8:12]
+        kernel, options = hopper.attend, {"num_warps": 4}
+        if cut.kernel == "portable":
+            config = PORTABLE[cut.family, constants[0]]
+            kernel, options = portable.attend, {"num_warps": config.warps, "num_stages": config.stages}
+        aligned_qk = constants[8]
+        at = {parameter.name: i for i, parameter in enumerate(p for p in kernel.params if p.is_constexpr)}
         types = {
-            "q": _Pointer(scores, bulk_k),
-            "k": _Pointer(scores, bulk_k),
-            "v": _Pointer(values, aligned_v),
+            "q": _Pointer(scores, aligned_qk),
+            "k": _Pointer(scores, aligned_qk),
+            "v": _Pointer(values, constants[at["V_ALIGNED"]]),
             "mask": _Pointer(mask or torch.uint8, False),
             "tile_map": _Pointer(torch.uint8, False),
-            "out": _Pointer(torch.float32, aligned_out),
+            "out": _Pointer(torch.float32, constants[at["OUT_ALIGNED"]]),
             **dict.fromkeys(("norms", "centroids", "maxima", "sums"), _Pointer(torch.float32, False)),
             **dict.fromkeys(("q_offsets", "kv_lens", "kv_starts"), _Pointer(torch.int32, False)),
             **dict.fromkeys(
                 ("least", "most", "sf", "inverse_scale", "unscale", "factor", "cap_in", "cap_out"), 1.0
             ),
         }
-        names = [parameter.name for parameter in hopper.attend.params if not parameter.is_constexpr]
+        names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
         arguments = [types.get(name, 2) for name in names]
-        found = hopper.attend.warmup(*arguments, *constants, grid=(1,), num_warps=4, enable_fp_fusion=False)
+        found = kernel.warmup(*arguments, *constants, grid=(1,), enable_fp_fusion=False, **options)
         _COMPILED[key] = found
     return found
 
@@ -298,7 +341,7 @@ def _factor(scale: float) -> float:
 def _merge(call: AttentionCall, outputs: _Outputs, rows: int, stream: int) -> None:
     out, lse = call.out, call.lse
     assert out is not None
-    columns = merge.COLUMNS
+    columns = min(call.D, merge.COLUMNS)
     lse_pointer, lse_strides = (0, (0, 0, 0)) if lse is None else (lse.data_ptr(), lse.stride())
     kernel = _merging(out.device.index, "merge_splits", (call.D, columns, lse is not None))
     kernel[rows, call.D // columns, 1](

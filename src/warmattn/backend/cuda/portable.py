@@ -58,7 +58,7 @@ def _exponent(largest):
     e = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     # floor((e - 127 + 10) / 16) * 16 of a number >= -117, by a shift of a non-negative one
     e = (((e + 11) >> 4) << 4) - 128
-    return tl.where(largest == 0.0, 0, tl.minimum(tl.maximum(e, -112), 120))
+    return tl.where(largest == 0.0, 0, tl.minimum(tl.maximum(e, -96), 120))
 
 
 @triton.jit
@@ -145,13 +145,14 @@ def _values(
 
 @triton.jit
 def _exponents(
-    v, n, keep, v_step, norms, norm_row, norm_step, sf, least, most, table,
+    v, n, keep, v_step, norms, norm_row, norm_step, sf, table, spread,
     D: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """`_exponent` of each row of V, int32 ``[TILE]``."""
     WIDTH: tl.constexpr = min(D, 128)
     w = tl.zeros([TILE], tl.float32)
     if FORM == "codes":
+        least, most = spread
         # The largest magnitude of a row lies between the codebook's least and largest magnitude times w, and
         # mostly that is enough to know that its exponent is 0.
         top = tl.abs(_norm_weight(norms, n, keep, 0, norm_row, norm_step, sf, D))
@@ -276,10 +277,10 @@ def attend(
     row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
 
     # Row i sees the keys [first0 + i, last0 + i] of [start, end).
-    if LENGTHS:
-        q_offset = tl.load(q_offsets + b)
-        kv_len = tl.load(kv_lens + b)
-        kv_start = tl.load(kv_starts + b)
+    if LENGTHS:  # on the device where there is an address
+        q_offset = tl.load(q_offsets + b, mask=q_offsets.to(tl.int64) != 0, other=q_offset)
+        kv_len = tl.load(kv_lens + b, mask=kv_lens.to(tl.int64) != 0, other=kv_len)
+        kv_start = tl.load(kv_starts + b, mask=kv_starts.to(tl.int64) != 0, other=kv_start)
     end = tl.minimum(tl.maximum(kv_len, 0), capacity)
     start = tl.minimum(tl.maximum(kv_start, 0), end)
     packed = row0 + tl.arange(0, ROWS)
@@ -320,9 +321,11 @@ def attend(
     v += b.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head
     mask_at = b.to(tl.int64) * mask_batch + q_head_of_row * mask_head + row * mask_row
     table = 0
+    spread = (0.0, 0.0)
     if FORM == "codes":
         norms += b.to(tl.int64) * norm_batch + kv_head.to(tl.int64) * norm_head
         table = tl.load(centroids + (tl.arange(0, 256) & code_mask))
+        spread = (tl.min(tl.abs(table), 0), tl.max(tl.abs(table), 0))
     row_index = ((split * batch_size + b).to(tl.int64) * H + q_head_of_row) * S + row
     if WALK:
         out_at = out + (b.to(tl.int64) * out_batch + q_head_of_row * out_head + row * out_row)
@@ -366,7 +369,7 @@ def attend(
                 w = tl.zeros([TILE], tl.float32)
                 if CONVERTED:
                     e = _exponents(
-                        v, n, keep, v_step, norms, norm_row, norm_step, sf, least, most, table, D, TILE, FORM
+                        v, n, keep, v_step, norms, norm_row, norm_step, sf, table, spread, D, TILE, FORM
                     )
                 if FORM == "codes":
                     w = _norm_weight(norms, n, keep, column // NORM_BLOCK, norm_row, norm_step, sf, D)

@@ -6,7 +6,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HOPPER", "HOPPER_SPLIT", "PORTABLE", "PORTABLE_SPLIT", "HopperConfig", "PortableConfig"]
+__all__ = [
+    "HOPPER",
+    "HOPPER_SPLIT",
+    "PORTABLE",
+    "PORTABLE_SPLIT",
+    "HopperConfig",
+    "PortableConfig",
+    "portable_family",
+]
 
 HOPPER_SPLIT = {256: 2048, 512: 4096}
 """Keys of a split by head dim."""
@@ -88,3 +96,15 @@ PORTABLE = {
 """None has been timed. Those of sm80, sm89 and sm100 have been compiled and never run: there the kernel is
 held to the oracle by Triton's interpreter alone.
 """
+
+
+def portable_family(capability: tuple[int, int], *, is_amd: bool) -> int:
+    """The row of `PORTABLE` for a device: the newest that is not newer, or that has no more shared memory."""
+    if is_amd:
+        return 80
+    major, minor = capability
+    if (major, minor) in ((8, 0), (8, 7)):
+        return 80
+    if major in (8, 12):  # 99 KiB of shared memory
+        return 89
+    return 90 if major == 9 else 100
