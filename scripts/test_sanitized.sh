@@ -20,6 +20,7 @@ cp "$work/build/_native.so" "$work/warmattn/backend/cpu/_native.so"
 [ $# -gt 0 ] || set -- tests/cpu
 # The runtime of the sanitizer must come first in a process that was not built with it, and the C++ runtime right after,
 # or exceptions of torch end in the sanitizer. Python and torch leave memory to the end of the process: no leak check.
+# A report ends the process, so pytest may not keep what is written to the descriptors.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so)" \
 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} \
-PYTHONPATH="$work" "$python" -m pytest -p no:cacheprovider "$@"
+PYTHONPATH="$work" "$python" -m pytest -p no:cacheprovider --capture=sys "$@"
