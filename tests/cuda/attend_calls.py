@@ -67,12 +67,11 @@ def arguments(
     out_strides = out.stride()[:3] if walk else (0, 0, 0)
     unused = torch.zeros(1)
 
-    norms, centroids, norm_strides, spread = unused, unused, (0, 0, 0, 0), (0.0, 0.0)
+    norms, centroids, norm_strides = unused, unused, (0, 0, 0, 0)
     if call.norms is not None:
         assert call.centroids is not None
         norms = call.norms if call.norms.ndim == 4 else call.norms[..., None]
         norm_strides, centroids = norms.stride(), call.centroids
-        spread = (float(centroids.abs().min()), float(centroids.abs().max()))
 
     scale = call.scale if call.softcap is None else 1.0
     mask, mask_strides = torch.zeros(1, dtype=torch.float16), (0, 0, 0, 0)
@@ -82,20 +81,19 @@ def arguments(
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     tile_map = torch.zeros(1, dtype=torch.uint8) if call.tile_map is None else call.tile_map
 
-    lengths: tuple[Any, ...] = (call.q_offset, call.kv_len, call.kv_start)
-    pointers: tuple[Tensor, ...] = (torch.zeros(1, dtype=torch.int32),) * 3
-    if lengths_on_device(call):
-        pointers = tuple(torch.as_tensor(n, dtype=torch.int32).expand(call.B).contiguous() for n in lengths)
-        lengths = (0, 0, 0)
+    lengths = (call.q_offset, call.kv_len, call.kv_start)
+    nowhere = torch.empty(0, dtype=torch.int32)
+    pointers = tuple(n if isinstance(n, Tensor) else nowhere for n in lengths)
+    numbers = tuple(0 if isinstance(n, Tensor) else n for n in lengths)
     cap_in = 0.0 if call.softcap is None else call.scale / call.softcap
     return (
         q, *(stride // qk_unit for stride in q.stride()[:3]),
         k, *k.stride()[:2], k.stride(2) // qk_unit,
         v, *(stride // v_unit for stride in v.stride()[:3]),
-        norms, *norm_strides, centroids, centroids.numel() - 1, *spread, call.sf,
+        norms, *norm_strides, centroids, centroids.numel() - 1, 0.0, 0.0, call.sf,
         mask, *mask_strides, 1.0 / scale, tile_map, tile_map.shape[-1],
         out, *(stride // out_unit for stride in out_strides),
         maxima, sums, 1.0 if form(call) == "f16" else 2.0**-8,
-        *pointers, *lengths, call.key_offset, call.window or 0,
+        *pointers, *numbers, call.key_offset, call.window or 0,
         call.H, call.Hk, call.S, call.C, scale * math.log2(math.e), cap_in, call.softcap or 0.0, 0, call.B,
     )  # fmt: skip
