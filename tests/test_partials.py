@@ -254,7 +254,7 @@ def test_merge_partials_refuses(name: str) -> None:
 
 def split_partials(inputs: Inputs, **arguments: Any) -> tuple[SplitPartials, int]:
     """The splits and their length."""
-    call = AttentionCall.of(inputs.q, inputs.k, inputs.v, **arguments).check(offsets=False)
+    call = AttentionCall.of(inputs.q, inputs.k, inputs.v, **arguments).rounded().check(offsets=False)
     backend = select(call)
     return backend.run_partials(call), backend.tiling(call.D).split
 

@@ -93,7 +93,7 @@ def arguments(
         norms, *norm_strides, centroids, centroids.numel() - 1, 0.0, 0.0, call.sf,
         mask, *mask_strides, 1.0 / scale, tile_map, tile_map.shape[-1],
         out, *(stride // out_unit for stride in out_strides),
-        maxima, sums, 1.0 if form(call) == "f16" else 2.0**-8,
+        maxima, sums, 2.0**-15 if form(call) == "f16" else 2.0**-23,
         *pointers, *numbers, call.key_offset, call.window or 0,
         call.H, call.Hk, call.S, call.C, scale * math.log2(math.e), cap_in, call.softcap or 0.0, 0, call.B,
     )  # fmt: skip

@@ -284,6 +284,31 @@ def test_sizes_of_values(spread: float, mean: float, seed: int) -> None:
     check(inputs.q, inputs.k, inputs.v, visible=Full(), kv_len=150)
 
 
+@pytest.mark.parametrize("values", ["f32", "codes8"])
+@pytest.mark.parametrize("order", [(1e-31, 1.0, 1e35), (1e35, 1e-31, 1.0), (1e30, 1e-30), (1.0, 1e-3)])
+def test_rows_of_mixed_sizes(order: tuple[float, ...], values: str, seed: int) -> None:
+    """Every row of a cold prefill, each against what it sees: tiny keys must count as much as huge ones."""
+    T = 120
+    inputs = make_inputs(seed, S=T, T=T, D=64, values=values)
+    factors = torch.tensor(order)[torch.arange(T) * len(order) // T].view(1, 1, T, 1)
+    v = inputs.v
+    if isinstance(v, CodedValues):
+        norms = v.norms.clone()
+        norms[:, :, :T] *= factors.view(1, 1, T, *(1,) * (norms.ndim - 3))
+        v = replace(v, norms=norms)
+    else:
+        v = v.clone()
+        v[:, :, :T] *= factors
+    result = attend(inputs.q, inputs.k, v, visible=Causal(0), kv_len=T)
+    exact, exact_lse = reference.attention(inputs.q, inputs.k, v, visible=Causal(0), kv_len=T)
+    error = (result.out.double() - exact).norm(dim=3) / exact.norm(dim=3)
+    assert float(error.max()) <= 2e-6
+    assert lse_error(result.lse, exact_lse) <= 1e-6
+    for row in (0, 60, T - 1):
+        alone = attend(inputs.q[:, :, row : row + 1], inputs.k, v, visible=Causal(row), kv_len=row + 1)
+        assert_same(Result(result.out[:, :, row : row + 1], result.lse[:, :, row : row + 1]), alone)
+
+
 def test_scores_of_any_size(seed: int) -> None:
     """Dots past float16's range."""
     inputs = make_inputs(seed, S=3, T=150, D=64)

@@ -3,7 +3,7 @@
 One program attends 128 packed query rows (the query heads of a KV head share its tiles) over 64-key tiles
 that lie at absolute keys, for 256 columns of V. Two warpgroups of consumers own 64 rows each; K and V reach
 them through rings of shared memory, filled by one warp of bulk tensor copies (`copy_tiles`) or, where V must
-be converted on the way or an operand cannot be copied in bulk, by two warpgroups of loaders (`load_tiles`).
+be converted on the way or an operand cannot be copied in bulk, by eight loading warps (`load_tiles`).
 
 Hopper's matrix unit truncates when it accumulates, so nothing stays in its accumulators for longer than one
 tile: every P.V product starts fresh and is added to the running output in float32. Numbers are kept exact or
@@ -35,10 +35,9 @@ from warmattn.backend.cuda.hopper_tiles import (
     COLUMN,
     COLUMNS,
     EACH_WARP,
-    HALF,
-    LOAD_COLUMN,
-    LOAD_ROW,
     P_BITS,
+    P_UNIT,
+    QUERIES,
     ROW,
     ROWS,
     SHARED,
@@ -106,7 +105,7 @@ def _hide(s, n0, mask: Mask, row_at, in_call, first_row, last_row, end, variant:
     """Add the mask's cells to the scores of one tile; a hidden cell gives -inf."""
     kind = 1
     if variant.MAP:
-        kind = mask_kind(mask, first_row, last_row, n0)
+        kind = mask_kind(mask, first_row, last_row, n0, 4)
     if kind == 0:
         s = gl.full_like(s, float("-inf"))
     elif kind == 1:
@@ -123,33 +122,39 @@ def _hide(s, n0, mask: Mask, row_at, in_call, first_row, last_row, end, variant:
 
 
 @gluon.jit
-def _weigh(s, base, total, factor, exponents, CONVERTED: gl.constexpr):
+def _weigh(s, base, scaled_base, total, uneven, factor, exponents, CONVERTED: gl.constexpr):
     """Streaming softmax of one tile: weights as two float16 terms, what the past is rescaled by, and the new
-    base and sum. A weight is ``2 ** (factor * s - base)``, at most 2^15.
+    bases and sum. A weight is ``2 ** (factor * s - base)``, at most 2^15; times V's scaled rows goes the same
+    weight times 2^e, counted from a base of its own.
     """
-    factor_row = gl.full_like(base, factor)
     factor_tile = gl.full_like(s, factor)
-    scaled = 0
-    if CONVERTED:
-        any_scaled = gl.max(gl.abs(exponents.load(EACH_WARP)), 0) != 0.0
-        scaled = any_scaled.to(gl.int32)
-    if scaled != 0:
-        e = exponents.load(COLUMN)
-        top = gl.max(gl.fma(s, factor_tile, gl.zeros_like(s) + e[None, :]), 1)
-        new = gl.maximum(base, gl.ceil(top) - P_BITS)
-        shift = gl.where(new == float("-inf"), 0.0, new)
-        p = gl.exp2(gl.fma(s, factor_tile, gl.zeros_like(s) + e[None, :] - shift[:, None]))
-        tile_sum = gl.sum(gl.exp2(gl.fma(s, factor_tile, gl.zeros_like(s) - shift[:, None])), 1)
-    else:
-        new = gl.maximum(base, gl.ceil(gl.max(s, 1) * factor_row) - P_BITS)
-        shift = gl.where(new == float("-inf"), 0.0, new)
-        p = gl.exp2(gl.fma(s, factor_tile, gl.zeros_like(s) - shift[:, None]))
-        tile_sum = gl.sum(p, 1)
+    new = gl.maximum(base, gl.ceil(gl.max(s, 1) * gl.full_like(base, factor)) - P_BITS)
+    shift = gl.where(new == float("-inf"), 0.0, new)
+    p = gl.exp2(gl.fma(s, factor_tile, gl.zeros_like(s) - shift[:, None]))
     rescale = gl.exp2(base - shift)
-    total = gl.fma(total, rescale, tile_sum)
+    total = gl.fma(total, rescale, gl.sum(p, 1))
+    new_scaled = new
+    if CONVERTED:
+        # While all exponents have been 0, both bases are one, and so are both weights.
+        uneven = uneven | (gl.max(gl.abs(exponents.load(EACH_WARP)), 0) != 0.0).to(gl.int32)
+        if uneven != 0:
+            e = exponents.load(COLUMN)
+            top = gl.max(gl.fma(s, factor_tile, gl.zeros_like(s) + e[None, :]), 1)
+            new_scaled = gl.maximum(scaled_base, gl.ceil(top) - P_BITS)
+            scaled_shift = gl.where(new_scaled == float("-inf"), 0.0, new_scaled)
+            p = p * _whole_power(shift - scaled_shift)[:, None] * _whole_power(e)[None, :]
+            rescale = gl.exp2(scaled_base - scaled_shift)
     high = p.to(gl.float16)
     low = (p - high.to(gl.float32)).to(gl.float16)
-    return gl.convert_layout(high, WEIGHTS), gl.convert_layout(low, WEIGHTS), rescale, new, total
+    high = gl.convert_layout(high, WEIGHTS)
+    low = gl.convert_layout(low, WEIGHTS)
+    return high, low, rescale, new, new_scaled, total, uneven
+
+
+@gluon.jit
+def _whole_power(x):
+    """2 ** x of an integral x in [-126, 127]."""
+    return ((x.to(gl.int32) + 127) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -183,20 +188,20 @@ def _power_of_two(x):
 
 
 @gluon.jit
-def _store_part(pointer, a, unscale, inside, column):
+def _store_part(pointer, a, scale, inside, column):
     d = column + gl.arange(0, CHUNK, layout=COLUMN)
-    gl.store(pointer[:, None] + d[None, :], a * unscale, mask=inside[:, None])
+    gl.store(pointer[:, None] + d[None, :], a * scale[:, None], mask=inside[:, None])
 
 
 @gluon.jit
-def _fold_into(pointer, a, b, unscale, weights, divisor, is_first, is_last, inside, column):
+def _fold_into(pointer, a, b, scale, weights, divisor, is_first, is_last, inside, column):
     """Merge two chunks of a split's accumulator into the running total that ``out`` holds; after the last
     split, divide.
     """
     weight_before, weight = weights
     here = pointer[:, None] + (column + gl.arange(0, CHUNK, layout=COLUMN))[None, :]
-    a = a * unscale
-    b = b * unscale
+    a = a * scale[:, None]
+    b = b * scale[:, None]
     if not is_first:
         past_a = gl.load(here, mask=inside[:, None], other=0.0)
         past_b = gl.load(here + CHUNK, mask=inside[:, None], other=0.0)
@@ -260,7 +265,9 @@ def _consume(
         if variant.WALK:
             stop = gl.minimum(end_tile, (tile * TILE // variant.SPLIT + 1) * (variant.SPLIT // TILE))
         base = gl.full([64], float("-inf"), gl.float32, layout=ROW)
+        scaled_base = base
         total = gl.zeros([64], gl.float32, layout=ROW)
+        uneven = gl.to_tensor(0)
         a0 = gl.zeros([64, CHUNK], gl.float32, layout=ACC)
         a1 = gl.zeros([64, CHUNK], gl.float32, layout=ACC)
         a2 = gl.zeros([64, CHUNK], gl.float32, layout=ACC)
@@ -288,8 +295,8 @@ def _consume(
             use = (i + opaque) * CHUNKS
             if variant.CONVERTED:
                 chunks.wait_full(use)  # the loaders post a tile's exponents before its first chunk
-            high, low, rescale, base, total = _weigh(
-                s, base, total, factor, exponents.index(i & 1), variant.CONVERTED
+            high, low, rescale, base, scaled_base, total, uneven = _weigh(
+                s, base, scaled_base, total, uneven, factor, exponents.index(i & 1), variant.CONVERTED
             )
             t0 = _weighted(high, low, chunks, use, variant.CONVERTED)
             if variant.CONVERTED:
@@ -322,6 +329,12 @@ def _consume(
             chunks.release(use + 3)
             a3 = _add(a3, rescale, t3)
 
+        # From here on weights are at most 1, of the sum and of the accumulators alike.
+        lift = gl.full_like(base, unscale)
+        if variant.CONVERTED:
+            lift = lift * _whole_power(gl.where(base > float("-inf"), scaled_base - base, 0.0))
+        total = total * P_UNIT
+        base = base + P_BITS
         if variant.WALK:
             new = gl.maximum(all_base, base)
             shift = gl.where(new == float("-inf"), 0.0, new)
@@ -334,16 +347,16 @@ def _consume(
             first_split = tile == block.tile0
             last_split = stop == end_tile
             column = block.column
-            _fold_into(out_at, a0, a1, unscale, weights, divisor, first_split, last_split, in_call, column)
+            _fold_into(out_at, a0, a1, lift, weights, divisor, first_split, last_split, in_call, column)
             column += 2 * CHUNK
-            _fold_into(out_at, a2, a3, unscale, weights, divisor, first_split, last_split, in_call, column)
+            _fold_into(out_at, a2, a3, lift, weights, divisor, first_split, last_split, in_call, column)
             tile = stop
         else:
             part = out + row_index * variant.D
-            _store_part(part, a0, unscale, in_call, block.column)
-            _store_part(part, a1, unscale, in_call, block.column + CHUNK)
-            _store_part(part, a2, unscale, in_call, block.column + 2 * CHUNK)
-            _store_part(part, a3, unscale, in_call, block.column + 3 * CHUNK)
+            _store_part(part, a0, lift, in_call, block.column)
+            _store_part(part, a1, lift, in_call, block.column + CHUNK)
+            _store_part(part, a2, lift, in_call, block.column + 2 * CHUNK)
+            _store_part(part, a3, lift, in_call, block.column + 3 * CHUNK)
             all_base = base
             all_total = total
     gl.store(maxima + row_index, all_base, mask=writes_row)
@@ -461,11 +474,11 @@ def attend(
 
     q += b.to(gl.int64) * q_batch
     for w in gl.static_range(2):
-        packed = row0 + w * 64 + gl.arange(0, 64, layout=LOAD_ROW)
+        packed = row0 + w * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, QUERIES))
         row = packed // group
         at = (kv_head * group + packed % group).to(gl.int64) * q_head + row.to(gl.int64) * q_row
         for c in gl.static_range(CHAINS):
-            d = c * (D // CHAINS) + gl.arange(0, D // CHAINS, layout=LOAD_COLUMN)
+            d = c * (D // CHAINS) + gl.arange(0, D // CHAINS, layout=gl.SliceLayout(0, QUERIES))
             x = gl.load(q + at[:, None] + d[None, :], mask=(row < S)[:, None], other=0.0)
             q_slots.index(w * CHAINS + c).store(x)
     fence_async_shared()
@@ -495,18 +508,13 @@ def attend(
         )
     else:
         source = Values(v, v_step, norms, norm_row, norm_step, sf, lookup, centroids, code_mask)
-        halves = (
-            v_slots._reinterpret(gl.float16, [2 * V_SLOTS, HALF, CHUNK], SHARED),
-            v_low._reinterpret(gl.float16, [2 * V_SLOTS, HALF, CHUNK], SHARED),
-        )
-        loaded = (bulk_k, k_step, source, keys, chunks, halves, exponents, block, external, variant)
+        loaded = (bulk_k, k_step, source, keys, chunks, exponents, block, external, variant)
         gl.warp_specialize(
             [
                 (_consume, (W0,) + consumed),
                 (_consume, (W1,) + consumed),
-                (load_tiles, (W0,) + loaded),
-                (load_tiles, (W1,) + loaded),
+                (load_tiles, loaded),
             ],
-            [4, 4, 4],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+            [4, 8],
+            [CONSUMER_REGISTERS, LOADER_REGISTERS],
         )

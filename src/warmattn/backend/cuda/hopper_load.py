@@ -9,8 +9,7 @@ from warmattn.backend.cuda.hopper_tiles import (
     CHUNK,
     CHUNKS,
     COLUMNS,
-    EACH_WARP,
-    HALF,
+    EACH_LOADING_WARP,
     LOAD,
     LOAD_COLUMN,
     LOAD_ROW,
@@ -98,7 +97,7 @@ def make_table(centroids, code_mask, COPIES: gl.constexpr):
 @gluon.jit
 def _spread(v: Values):
     """Least and largest magnitude of the codebook."""
-    WHOLE: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    WHOLE: gl.constexpr = gl.BlockedLayout([8], [32], [8], [0])
     magnitudes = gl.abs(gl.load(v.centroids + (gl.arange(0, 256, layout=WHOLE) & v.code_mask)))
     return gl.min(magnitudes, 0), gl.max(magnitudes, 0)
 
@@ -114,13 +113,13 @@ def _own_copy(lookup):
 
 @gluon.jit
 def _widen(x, lookup, w, variant: Variant):
-    """What `_fetch` returned, as float32 ``[32, 64]``. Codes: ``fl(centroid * w)``."""
+    """What `_fetch` returned, as float32 ``[64, 64]``. Codes: ``fl(centroid * w)``."""
     if variant.FORM == "codes":
         c0, c1, c2, c3 = gl.inline_asm_elementwise(
             LOOKUP_32 if variant.COPIES == 32 else LOOKUP_1, "=&f,=&f,=&f,=&f,r,r", [x, lookup],
             dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1
         )  # fmt: skip
-        c = gl.join(gl.join(c0, c2), gl.join(c1, c3)).reshape([HALF, CHUNK])
+        c = gl.join(gl.join(c0, c2), gl.join(c1, c3)).reshape([TILE, CHUNK])
         y = gl.convert_layout(c, LOAD, assert_trivial=True) * w[:, None]
     else:
         y = x.to(gl.float32)
@@ -137,9 +136,9 @@ def _exponent(largest):
 
 
 @gluon.jit
-def _norms(v: Values, n0, column_block, block: Block, LAYOUT: gl.constexpr, KEYS: gl.constexpr):
-    """Norms of KEYS keys from ``n0`` on, of one block of 256 columns; 0 for keys that no row may see."""
-    n = n0 + gl.arange(0, KEYS, layout=LAYOUT)
+def _norms(v: Values, n0, column_block, block: Block, LAYOUT: gl.constexpr):
+    """Norms of a tile's keys, of one block of 256 columns; 0 for keys that no row may see."""
+    n = n0 + gl.arange(0, TILE, layout=LAYOUT)
     inside = (n >= block.start) & (n < block.end)
     at = v.norm_block * column_block + n.to(gl.int64) * v.norm_row
     return gl.load(v.norms + at, mask=inside, other=0.0)
@@ -157,15 +156,15 @@ def _weight(norm, sf, D: gl.constexpr):
 
 @gluon.jit
 def _fetch(v: Values, n0, column, block: Block, variant: Variant):
-    """Elements ``[32, 64]`` of V as they are stored, from key ``n0`` and ``column`` on; codes as words
-    ``[32, 16]`` of four. Keys that no row may see give 0.
+    """Elements ``[64, 64]`` of V as they are stored, from key ``n0`` and ``column`` on; codes as words
+    ``[64, 16]`` of four. Keys that no row may see give 0.
     """
     LAYOUT: gl.constexpr = WORDS if variant.FORM == "codes" else LOAD
-    r = gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+    r = gl.arange(0, TILE, layout=gl.SliceLayout(1, LAYOUT))
     inside = ((n0 + r >= block.start) & (n0 + r < block.end))[:, None]
     if variant.FORM == "codes":
         word = gl.arange(0, CHUNK // 4, layout=gl.SliceLayout(0, LAYOUT))
-        if variant.V_ALIGNED:  # rows begin at multiples of 16 bytes, and 32 of them span less than 2^31
+        if variant.V_ALIGNED:  # rows begin at multiples of 16 bytes, and 64 of them span less than 2^31
             words = (v.data + n0.to(gl.int64) * v.step + column).to(gl.pointer_type(gl.int32), bitcast=True)
             at = (r * ((v.step // 16).to(gl.int32) * 4))[:, None] + word[None, :]
             x = gl.load(words + at, mask=inside, other=0)
@@ -183,96 +182,80 @@ def _fetch(v: Values, n0, column, block: Block, variant: Variant):
 
 @gluon.jit
 def load_tiles(
-    PART: gl.constexpr, k, k_step, v: Values, keys: Ring, chunks: Ring, halves, exponents, block: Block,
-    mask: Mask, variant: Variant,
+    k, k_step, v: Values, keys: Ring, chunks: Ring, exponents, block: Block, mask: Mask, variant: Variant,
 ):  # fmt: skip
-    """A loading warpgroup: every second chunk of V, converted on the way; part 0 brings the keys too. One
-    loop over half chunks keeps the code small: the roles of a program share an instruction cache.
+    """The loading warps: keys, and chunks of V, converted on the way. One loop over chunks keeps the code
+    small: the roles of a program share an instruction cache.
     """
-    high_halves, low_halves = halves
     lookup = v.lookup
     spread = (0.0, 0.0)
     if variant.FORM == "codes":
         spread = _spread(v)
     if variant.COPIES == 32:
         lookup = _own_copy(lookup)
-    x = _fetch(v, block.tile0 * TILE, block.column + PART * CHUNK, block, variant)
-    wa = gl.full([HALF], 1.0, gl.float32, layout=LOAD_ROW)
-    wb = wa
-    scale_a = wa
-    scale_b = wa
+    x = _fetch(v, block.tile0 * TILE, block.column, block, variant)
+    w = gl.full([TILE], 1.0, gl.float32, layout=LOAD_ROW)
+    scale = w
     scaled = True
     for i in range(block.tiles):
         n0 = (block.tile0 + i) * TILE
-        if PART == 0:
-            if variant.BULK_K:
-                _copy_keys(k, keys, i, n0 - block.start, variant.D)
-            else:
-                _load_keys(k, keys, i, n0, k_step, block, variant.D)
-        keep_a = _kept(n0, block, mask, variant)
-        keep_b = _kept(n0 + HALF, block, mask, variant)
+        if variant.BULK_K:
+            _copy_keys(k, keys, i, n0 - block.start, variant.D)
+        else:
+            _load_keys(k, keys, i, n0, k_step, block, variant.D)
+        keep = _kept(n0, block, mask, variant)
         if variant.FORM == "codes":
-            column_block = block.column // COLUMNS
-            wa = _weight(_norms(v, n0, column_block, block, LOAD_ROW, HALF), v.sf, variant.D)
-            wb = _weight(_norms(v, n0 + HALF, column_block, block, LOAD_ROW, HALF), v.sf, variant.D)
+            w = _weight(_norms(v, n0, block.column // COLUMNS, block, LOAD_ROW), v.sf, variant.D)
             scaled = _has_unknown_exponent(v, n0, spread, block, variant.D)
         if variant.CONVERTED:
             if scaled:
-                ea = _row_exponents(v, n0, lookup, keep_a, block, variant)
-                eb = _row_exponents(v, n0 + HALF, lookup, keep_b, block, variant)
-                scale_a = ((V_BITS - ea + 127) << 23).to(gl.float32, bitcast=True)
-                scale_b = ((V_BITS - eb + 127) << 23).to(gl.float32, bitcast=True)
-                if PART == 0:
-                    exponents.index(i & 1).slice(0, HALF, 0).store(ea.to(gl.float32))
-                    exponents.index(i & 1).slice(HALF, HALF, 0).store(eb.to(gl.float32))
+                e = _row_exponents(v, n0, lookup, keep, block, variant)
+                scale = ((V_BITS - e + 127) << 23).to(gl.float32, bitcast=True)
+                exponents.index(i & 1).store(e.to(gl.float32))
             else:  # scaled by way of w, exactly: nothing is near the ends of float32 then
-                wa = wa * 256.0
-                wb = wb * 256.0
-                if PART == 0:
-                    exponents.index(i & 1).store(gl.zeros([TILE], gl.float32, layout=EACH_WARP))
-        for step in range(4):
-            half = step & 1
-            use = i * CHUNKS + PART + (step & 2)
-            # The next half chunk is on its way while this one is converted.
-            later = step + 1
-            next_n0 = n0 + (later >> 2) * TILE + (later & 1) * HALF
-            next_x = _fetch(v, next_n0, block.column + (PART + (later & 2)) * CHUNK, block, variant)
-            y = _widen(x, lookup, gl.where(half == 0, wa, wb), variant)
-            if variant.MASK:
-                y = gl.where((((half == 0) & keep_a) | ((half == 1) & keep_b))[:, None], y, 0.0)
+                w = w * 256.0
+                exponents.index(i & 1).store(gl.zeros([TILE], gl.float32, layout=LOAD_ROW))
+        for c in range(CHUNKS):
+            use = i * CHUNKS + c
             slot = use % chunks.depth
+            # The next chunk is on its way while this one is converted.
+            later = c + 1
+            next_column = block.column + later % CHUNKS * CHUNK
+            next_x = _fetch(v, n0 + later // CHUNKS * TILE, next_column, block, variant)
+            y = _widen(x, lookup, w, variant)
+            if variant.MASK:
+                y = gl.where(keep[:, None], y, 0.0)
             if variant.CONVERTED:  # the sum of two float16 terms
                 if scaled:
-                    y = y * gl.where(half == 0, scale_a, scale_b)[:, None]
+                    y = y * scale[:, None]
                 high = y.to(gl.float16)
                 low = (y - high.to(gl.float32)).to(gl.float16)
                 chunks.wait_empty(use)
-                high_halves.index(2 * slot + half).store(high)
-                low_halves.index(2 * slot + half).store(low)
+                chunks.slots.index(slot).store(high)
+                chunks.low.index(slot).store(low)
             else:
                 chunks.wait_empty(use)
-                high_halves.index(2 * slot + half).store(y.to(gl.float16))
-            if half == 1:
-                fence_async_shared()
-                thread_barrier()
-                mbarrier.arrive(chunks.full.index(slot), count=1)
+                chunks.slots.index(slot).store(y.to(gl.float16))
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(chunks.full.index(slot), count=1)
             x = next_x
 
 
 @gluon.jit
 def _kept(n0, block: Block, mask: Mask, variant: Variant):
-    """Which of 32 keys some row of the block may see; what the others hold must leave no trace."""
-    n = n0 + gl.arange(0, HALF, layout=LOAD_ROW)
+    """Which keys of a tile some row of the block may see; what the others hold must leave no trace."""
+    n = n0 + gl.arange(0, TILE, layout=LOAD_ROW)
     keep = (n >= block.start) & (n < block.end)
     if variant.MASK:
         kind = 1
         if variant.MAP:
             last_row = gl.minimum((block.row0 + ROWS - 1) // block.group, block.rows - 1)
-            kind = mask_kind(mask, block.row0 // block.group, last_row, n0 // TILE * TILE)
+            kind = mask_kind(mask, block.row0 // block.group, last_row, n0, 8)
         if kind == 0:
             keep = n < 0
         elif kind == 1:
-            seen = gl.zeros([HALF], gl.int32, layout=LOAD_ROW)
+            seen = gl.zeros([TILE], gl.int32, layout=LOAD_ROW)
             for start in range(0, ROWS, 64):
                 packed = block.row0 + start + gl.arange(0, 64, layout=LOAD_COLUMN)
                 row = packed // block.group
@@ -294,13 +277,12 @@ def _kept(n0, block: Block, mask: Mask, variant: Variant):
 def _load_keys(k, keys: Ring, i, n0, k_step, block: Block, D: gl.constexpr):
     """What `_copy_keys` does, by ordinary loads: for operands that bulk copies cannot read."""
     keys.wait_empty(i)
+    n = n0 + gl.arange(0, TILE, layout=LOAD_ROW)
+    inside = (n >= block.start) & (n < block.end)
     for c in gl.static_range(CHAINS):
         d = c * (D // CHAINS) + gl.arange(0, D // CHAINS, layout=LOAD_COLUMN)
-        for h in gl.static_range(2):
-            n = n0 + h * HALF + gl.arange(0, HALF, layout=LOAD_ROW)
-            inside = (n >= block.start) & (n < block.end)
-            x = gl.load(k + (n.to(gl.int64) * k_step)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-            keys.slots.index((i % keys.depth) * CHAINS + c).slice(h * HALF, HALF, 0).store(x)
+        x = gl.load(k + (n.to(gl.int64) * k_step)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+        keys.slots.index((i % keys.depth) * CHAINS + c).store(x)
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(keys.full.index(i % keys.depth), count=1)
@@ -312,9 +294,9 @@ def _has_unknown_exponent(v: Values, n0, spread, block: Block, D: gl.constexpr):
     codebook's least and largest magnitude times w, and mostly that is enough to know.
     """
     least, most = spread
-    norm = gl.abs(_norms(v, n0, 0, block, EACH_WARP, TILE))
+    norm = gl.abs(_norms(v, n0, 0, block, EACH_LOADING_WARP))
     if D == 512:
-        norm = gl.maximum(norm, gl.abs(_norms(v, n0, 1, block, EACH_WARP, TILE)))
+        norm = gl.maximum(norm, gl.abs(_norms(v, n0, 1, block, EACH_LOADING_WARP)))
     w = _weight(norm, v.sf, D)
     known = ((w * least >= 0.0009765625) & (w * most < 64.0)) | (w == 0.0)
     return gl.min(known.to(gl.int32), 0) == 0
@@ -323,11 +305,11 @@ def _has_unknown_exponent(v: Values, n0, spread, block: Block, D: gl.constexpr):
 @gluon.jit
 def _row_exponents(v: Values, n0, lookup, keep, block: Block, variant: Variant):
     """`_exponent` of whole rows, read for the purpose."""
-    largest = gl.zeros([HALF], gl.float32, layout=LOAD_ROW)
+    largest = gl.zeros([TILE], gl.float32, layout=LOAD_ROW)
     w = largest
     for c in range(variant.D // CHUNK):
         if variant.FORM == "codes":
-            w = _weight(_norms(v, n0, c // 4, block, LOAD_ROW, HALF), v.sf, variant.D)
+            w = _weight(_norms(v, n0, c // 4, block, LOAD_ROW), v.sf, variant.D)
         x = _widen(_fetch(v, n0, c * CHUNK, block, variant), lookup, w, variant)
         largest = gl.maximum(largest, gl.max(gl.abs(x), 1))
     return _exponent(gl.where(keep, largest, 0.0))

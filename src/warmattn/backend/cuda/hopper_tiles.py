@@ -14,13 +14,12 @@ COLUMNS = gl.constexpr(256)
 CHUNK = gl.constexpr(64)
 """Columns of one slot of the V ring."""
 CHUNKS = gl.constexpr(4)
-HALF = gl.constexpr(32)
-"""Keys of a chunk that a loading warpgroup converts at a time."""
 CHAINS = gl.constexpr(4)
 """Fresh accumulators of Q.K."""
 
 P_BITS = gl.constexpr(15.0)
 """P is at most 2^15, within float16's range."""
+P_UNIT = gl.constexpr(2.0**-15)
 V_BITS = gl.constexpr(8)
 """A converted row of V with exponent 0 is scaled by 2^8."""
 OCTAVES = gl.constexpr(16)
@@ -32,13 +31,16 @@ ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 ROW = gl.constexpr(gl.SliceLayout(1, ACC.value))
 COLUMN = gl.constexpr(gl.SliceLayout(0, ACC.value))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, ACC.value, 2))
-LOAD = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""Keys x columns over the four warps of a loading warpgroup."""
-WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""Rows of Q over the four warps that the kernel begins with."""
+LOAD = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+"""Keys x columns over the eight loading warps."""
+WORDS = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [8, 1], [1, 0]))
 """`LOAD` by words of four codes."""
 LOAD_ROW = gl.constexpr(gl.SliceLayout(1, LOAD.value))
 LOAD_COLUMN = gl.constexpr(gl.SliceLayout(0, LOAD.value))
 EACH_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+EACH_LOADING_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
 """64 keys in every warp, so that a reduction over them needs no other warp."""
 
 
@@ -202,9 +204,9 @@ class Values:
 
 
 @gluon.jit
-def mask_kind(mask: Mask, first_row, last_row, n0):
+def mask_kind(mask: Mask, first_row, last_row, n0, WARPS: gl.constexpr):
     """What the map says of the tile for all of the rows together: 0 hidden, 1 mixed, 2 open."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [1, 0])
     row = first_row // 32 + gl.arange(0, 4, layout=gl.SliceLayout(1, L))
     column = n0 // 16 + gl.arange(0, 4, layout=gl.SliceLayout(0, L))
     inside = (row <= last_row // 32)[:, None] & (column < mask.columns)[None, :]

@@ -30,8 +30,8 @@ _FULL = 0.7
 """Where programs fill this part of the device, each walks all splits of its rows, one after the other."""
 _DESCRIPTORS = 256
 """Bytes of global memory in which one program of the Hopper kernel keeps its descriptors."""
-_V_SCALED = 2.0**-8
-"""Undoes the scaling of converted values."""
+_P_SCALED, _V_SCALED = 2.0**-15, 2.0**-8
+"""Undo the scaling of weights and of converted values."""
 
 _WORKSPACE = Workspace()
 _COMPILED: dict[tuple[Any, ...], Any] = {}
@@ -201,7 +201,8 @@ def _attend(call: AttentionCall, cut: Sizes, outputs: _Outputs, scratch: Tensor,
 
     constants = _constants(
         cut.kernel, cut.family, D, call.causal, call.window is not None, call.mask is not None,
-        call.tile_map is not None, call.softcap is not None, tensor_lengths, form, bulk_k, aligned_v, aligned_out, walk,
+        call.tile_map is not None, call.softcap is not None, tensor_lengths, form, bulk_k, aligned_v,
+        aligned_out, walk,
     )  # fmt: skip
     kernel = _kernel(q.device.index, cut, q.dtype, v.dtype, mask_dtype, constants)
     token = _allocation._allocator.set(lambda size, alignment, stream: scratch)
@@ -213,7 +214,8 @@ def _attend(call: AttentionCall, cut: Sizes, outputs: _Outputs, scratch: Tensor,
             v.data_ptr(), v_strides[0] // v_unit, v_strides[1] // v_unit, v_strides[2] // v_unit,
             norms, *norm_strides, centroids, code_mask, 0.0, 0.0, call.sf,
             mask, *mask_strides, inverse_scale, tile_map, map_columns,
-            out, out_batch, out_head, out_row, maxima, sums, 1.0 if form == "f16" else _V_SCALED,
+            out, out_batch, out_head, out_row, maxima, sums,
+            _P_SCALED if form == "f16" else _P_SCALED * _V_SCALED,
             *(0 if t is None else t.data_ptr() for t in tensors),
             *(0 if isinstance(n, Tensor) else n for n in lengths), call.key_offset,
             min(call.window or 0, LARGEST_POSITION),

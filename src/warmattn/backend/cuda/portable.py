@@ -23,6 +23,7 @@ NORM_BLOCK = tl.constexpr(256)
 """Columns of V that one norm is for."""
 
 P_BITS = tl.constexpr(15.0)
+P_UNIT = tl.constexpr(2.0**-15)
 """P is at most 2^15, within float16's range."""
 V_BITS = tl.constexpr(8)
 """A converted row of V with exponent 0 is scaled by 2^8."""
@@ -175,25 +176,32 @@ def _exponents(
 
 
 @triton.jit
-def _weigh(s, e, base, total, factor, CONVERTED: tl.constexpr):
+def _weigh(s, e, base, scaled_base, total, factor, CONVERTED: tl.constexpr):
     """Streaming softmax of one tile: weights as two float16 terms, what the past is rescaled by, and the new
-    base and sum. A weight is ``2 ** (factor * s + e - base)``, at most 2^15.
+    bases and sum. A weight is ``2 ** (factor * s - base)``, at most 2^15; times V's scaled rows goes the same
+    weight times 2^e, counted from a base of its own.
     """
-    if CONVERTED:
-        top = tl.max(tl.fma(s, factor, e[None, :]), 1)
-    else:
-        top = tl.max(s, 1) * factor
-    new = tl.maximum(base, tl.ceil(top) - P_BITS)
+    new = tl.maximum(base, tl.ceil(tl.max(s, 1) * factor) - P_BITS)
     shift = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(tl.fma(s, factor, -shift[:, None]))
-    tile_sum = tl.sum(p, 1)
-    if CONVERTED:
-        p = tl.exp2(tl.fma(s, factor, e[None, :] - shift[:, None]))
     rescale = tl.exp2(base - shift)
-    total = tl.fma(total, rescale, tile_sum)
+    total = tl.fma(total, rescale, tl.sum(p, 1))
+    new_scaled = new
+    if CONVERTED:
+        top = tl.max(tl.fma(s, factor, e[None, :]), 1)
+        new_scaled = tl.maximum(scaled_base, tl.ceil(top) - P_BITS)
+        scaled_shift = tl.where(new_scaled == float("-inf"), 0.0, new_scaled)
+        p = p * _whole_power(shift - scaled_shift)[:, None] * _whole_power(e)[None, :]
+        rescale = tl.exp2(scaled_base - scaled_shift)
     high = p.to(tl.float16)
     low = (p - high.to(tl.float32)).to(tl.float16)
-    return high, low, rescale, new, total
+    return high, low, rescale, new, new_scaled, total
+
+
+@triton.jit
+def _whole_power(x):
+    """2 ** x of an integral x in [-126, 127]."""
+    return ((x.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -343,6 +351,7 @@ def attend(
         if WALK:
             stop = tl.minimum(end_tile, (tile * TILE // SPLIT + 1) * (SPLIT // TILE))
         base = tl.full([ROWS], float("-inf"), tl.float32)
+        scaled_base = base
         total = tl.zeros([ROWS], tl.float32)
         accumulators = ()
         for _c in tl.static_range(CHUNKS):
@@ -373,11 +382,19 @@ def attend(
                     )
                 if FORM == "codes":
                     w = _norm_weight(norms, n, keep, column // NORM_BLOCK, norm_row, norm_step, sf, D)
-                high, low, rescale, base, total = _weigh(s, e.to(tl.float32), base, total, factor, CONVERTED)
+                high, low, rescale, base, scaled_base, total = _weigh(
+                    s, e.to(tl.float32), base, scaled_base, total, factor, CONVERTED
+                )
                 accumulators = _add_weighted(
                     accumulators, rescale, high, low, e, v, n, keep, column, v_step, w, table, TILE, FORM
                 )
 
+        # From here on weights are at most 1, of the sum and of the accumulators alike.
+        lift = tl.full([ROWS], 1.0, tl.float32)
+        if CONVERTED:
+            lift = _whole_power(tl.where(base > float("-inf"), scaled_base - base, 0.0))
+        total = total * P_UNIT
+        base = base + P_BITS
         weight_before = tl.zeros([ROWS], tl.float32)
         weight = weight_before
         divisor = weight_before
@@ -397,7 +414,7 @@ def attend(
         for c in tl.static_range(CHUNKS):
             d = column + c * CHUNK + tl.arange(0, CHUNK)
             where = out_at[:, None] + d[None, :]
-            a = accumulators[c] * unscale
+            a = accumulators[c] * unscale * lift[:, None]
             if WALK:  # merge into the running total that ``out`` holds; after the last split, divide
                 if tile != tile0:
                     past = tl.load(where, mask=in_call[:, None], other=0.0)
