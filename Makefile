@@ -7,7 +7,7 @@ KERNELS := CMakeLists.txt $(wildcard src/warmattn/backend/cpu/native/*)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: demo test compile-all check docs bench clean
+.PHONY: demo test compile-all compile-newer sanitize check docs bench clean
 
 demo: $(VENV)/.package
 	$(BIN)/warmattn demo
@@ -16,8 +16,16 @@ test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 # The kernels for GPUs, all of them, without a GPU.
-compile-all: $(VENV)/.cuda
+compile-all: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/cuda/attend_cases.py
+
+# A few of them, with the newest Triton that is supported.
+compile-newer: $(VENV)/triton-newer/triton
+	PYTHONPATH=$(VENV)/triton-newer OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/cuda/test_portable.py
+
+# The CPU kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: $(VENV)/.dev
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(BIN)/python scripts/test_sanitized.sh
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -52,9 +60,8 @@ $(VENV)/.test: $(VENV)/.package
 	$(INSTALL) --group test --group oracle
 	touch $@
 
-$(VENV)/.cuda: $(VENV)/.test
-	$(INSTALL) 'triton>=3.6'
-	touch $@
+$(VENV)/triton-newer/triton: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(dir $@) triton==3.7.1
 
 $(VENV)/.dev: $(VENV)/.test
 	$(INSTALL) --group dev

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from warmattn import call as call_module
 from warmattn.call import AttentionCall
+from warmattn.codec.values import CodedValues
 from warmattn.errors import InvalidInput, Unsupported
 from warmattn.testing import make_inputs
 from warmattn.visibility import Causal, Window
@@ -37,7 +38,9 @@ BAD: dict[str, dict[str, Any]] = {
 }
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, **arguments: Any) -> None:
+def check(
+    q: Tensor, k: Tensor, v: Tensor | CodedValues, *, out: Tensor | None = None, **arguments: Any
+) -> None:
     AttentionCall.of(q, k, v, out=out, **arguments).rounded().check()
 
 

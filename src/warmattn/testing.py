@@ -141,7 +141,7 @@ def lse_error(lse: Tensor, expected: Tensor, *, deviation: float = 1.0) -> float
 
 
 def lse_tolerance(lse: Tensor) -> float:
-    """Bound of `lse_error`. On a GPU, whose matrix unit truncates as it sums a score, twice the contract's."""
+    """Bound of `lse_error`. Twice the contract's on a GPU, whose matrix unit truncates what it adds."""
     return 2e-6 if lse.is_cuda else 1e-6
 
 

@@ -4,6 +4,9 @@ The arithmetic is `warmattn.partials.fold` and `finish` step by step, for bases 
 weight is a power of two, so products are exact and one order of the sums is all that a bit depends on.
 """
 
+# Triton annotates arguments with types of its own.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+
 import triton
 import triton.language as tl
 
