@@ -1,4 +1,4 @@
-# Six commands; each first installs what it needs into .venv, again only when requirements or kernels have changed.
+# Each command first installs what it needs into .venv, again only when requirements or kernels have changed.
 # Needs Python >= 3.11 with its venv module, a C++ compiler and the package registries.
 PYTHON ?= python3
 VENV := .venv
