@@ -91,4 +91,4 @@ def test_absent_backend_is_named_and_not_checked(
 
 
 def test_unknown_backend_is_unsupported(invoke: Invoke):
-    assert_refused(invoke("verify", "--backend", "abacus"), 3, "backend 'abacus': expected one of cpu")
+    assert_refused(invoke("verify", "--backend", "abacus"), 3, "backend 'abacus': expected one of cuda, cpu")
