@@ -90,7 +90,7 @@ def arguments(
         q, *(stride // qk_unit for stride in q.stride()[:3]),
         k, *k.stride()[:2], k.stride(2) // qk_unit,
         v, *(stride // v_unit for stride in v.stride()[:3]),
-        norms, *norm_strides, centroids, centroids.numel() - 1, 0.0, 0.0, call.sf,
+        norms, *norm_strides, centroids, centroids.numel() - 1, call.sf,
         mask, *mask_strides, 1.0 / scale, tile_map, tile_map.shape[-1],
         out, *(stride // out_unit for stride in out_strides),
         maxima, sums, 2.0**-15 if form(call) == "f16" else 2.0**-23,

@@ -367,7 +367,7 @@ def _consume(
     launch_metadata=metadata,
     do_not_specialize=[
         "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_step", "v_batch", "v_head", "v_step",
-        "norm_batch", "norm_head", "norm_row", "norm_step", "code_mask", "least", "most", "sf",
+        "norm_batch", "norm_head", "norm_row", "norm_step", "code_mask", "sf",
         "mask_batch", "mask_head", "mask_row", "mask_step", "inverse_scale", "map_columns",
         "out_batch", "out_head", "out_row", "unscale", "q_offset", "kv_len", "kv_start", "key_offset",
         "window", "H", "Hk", "S", "capacity", "factor", "cap_in", "cap_out", "first_split", "batch_size",
@@ -378,7 +378,7 @@ def attend(
     k, k_batch: gl.int64, k_head: gl.int64, k_step: gl.int64,
     v, v_batch: gl.int64, v_head: gl.int64, v_step: gl.int64,
     norms, norm_batch: gl.int64, norm_head: gl.int64, norm_row: gl.int64, norm_step: gl.int64,
-    centroids, code_mask, least, most, sf,
+    centroids, code_mask, sf,
     mask, mask_batch: gl.int64, mask_head: gl.int64, mask_row: gl.int64, mask_step: gl.int64, inverse_scale,
     tile_map, map_columns,
     out, out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64, maxima, sums, unscale,

@@ -212,7 +212,7 @@ def _attend(call: AttentionCall, cut: Sizes, outputs: _Outputs, scratch: Tensor,
             q.data_ptr(), q_strides[0] // q_unit, q_strides[1] // q_unit, q_strides[2] // q_unit,
             k.data_ptr(), k_strides[0], k_strides[1], k_strides[2] // k_unit,
             v.data_ptr(), v_strides[0] // v_unit, v_strides[1] // v_unit, v_strides[2] // v_unit,
-            norms, *norm_strides, centroids, code_mask, 0.0, 0.0, call.sf,
+            norms, *norm_strides, centroids, code_mask, call.sf,
             mask, *mask_strides, inverse_scale, tile_map, map_columns,
             out, out_batch, out_head, out_row, maxima, sums,
             _P_SCALED if form == "f16" else _P_SCALED * _V_SCALED,
@@ -324,7 +324,7 @@ def _kernel(
             **dict.fromkeys(("norms", "centroids", "maxima", "sums"), _Pointer(torch.float32, False)),
             **dict.fromkeys(("q_offsets", "kv_lens", "kv_starts"), _Pointer(torch.int32, False)),
             **dict.fromkeys(
-                ("least", "most", "sf", "inverse_scale", "unscale", "factor", "cap_in", "cap_out"), 1.0
+                ("sf", "inverse_scale", "unscale", "factor", "cap_in", "cap_out"), 1.0
             ),
         }
         names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]

@@ -239,7 +239,7 @@ def _divide(a, inverse, divisor):
     launch_metadata=metadata,
     do_not_specialize=[
         "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_step", "v_batch", "v_head", "v_step",
-        "norm_batch", "norm_head", "norm_row", "norm_step", "code_mask", "least", "most", "sf",
+        "norm_batch", "norm_head", "norm_row", "norm_step", "code_mask", "sf",
         "mask_batch", "mask_head", "mask_row", "mask_step", "inverse_scale", "map_columns",
         "out_batch", "out_head", "out_row", "unscale", "q_offset", "kv_len", "kv_start", "key_offset",
         "window", "H", "Hk", "S", "capacity", "factor", "cap_in", "cap_out", "first_split", "batch_size",
@@ -250,7 +250,7 @@ def attend(
     k, k_batch: tl.int64, k_head: tl.int64, k_step: tl.int64,
     v, v_batch: tl.int64, v_head: tl.int64, v_step: tl.int64,
     norms, norm_batch: tl.int64, norm_head: tl.int64, norm_row: tl.int64, norm_step: tl.int64,
-    centroids, code_mask, least, most, sf,
+    centroids, code_mask, sf,
     mask, mask_batch: tl.int64, mask_head: tl.int64, mask_row: tl.int64, mask_step: tl.int64, inverse_scale,
     tile_map, map_columns,
     out, out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64, maxima, sums, unscale,

@@ -1,6 +1,4 @@
-"""Frozen kernel configurations, each chosen by the measurement that stands beside it in
-``benchmarks/results``. Nothing is tuned at run time: another configuration could mean other bits.
-"""
+"""Frozen kernel configurations. Nothing is tuned at run time: another configuration could mean other bits."""
 
 from __future__ import annotations
 
@@ -17,7 +15,9 @@ __all__ = [
 ]
 
 HOPPER_SPLIT = {256: 2048, 512: 4096}
-"""Keys of a split by head dim."""
+"""Keys of a split by head dim. On an H200, 16 rows over 32,768 keys at D = 256 took 0.091 ms with splits of
+2048 keys and 0.154 ms with splits of 4096, which leave half of its processors idle.
+"""
 
 
 class HopperConfig(NamedTuple):
@@ -36,12 +36,14 @@ class HopperConfig(NamedTuple):
 
 
 HOPPER = {
-    # (head dim, "copied" in bulk, "loaded" as it is, or "converted"); shared memory is what bounds them
+    # (head dim, "copied" in bulk, "loaded" as it is, or "converted"). Shared memory bounds the slots.
+    # With fewer than 64 registers the loaders spill: 4096 x 4096 rows with codes took 0.66 ms on an H200,
+    # with 56 of them 0.70 ms, with 48 of them 0.90 ms.
     (256, "copied"): HopperConfig(2, 8, 240, 24),
-    (256, "loaded"): HopperConfig(2, 8, 208, 48),
+    (256, "loaded"): HopperConfig(2, 8, 192, 64),
     (256, "converted"): HopperConfig(1, 6, 192, 64),
     (512, "copied"): HopperConfig(1, 4, 240, 24),
-    (512, "loaded"): HopperConfig(1, 4, 208, 48),
+    (512, "loaded"): HopperConfig(1, 4, 192, 64),
     (512, "converted"): HopperConfig(1, 2, 192, 64),
 }
 
