@@ -323,9 +323,7 @@ def _kernel(
             "out": _Pointer(torch.float32, constants[at["OUT_ALIGNED"]]),
             **dict.fromkeys(("norms", "centroids", "maxima", "sums"), _Pointer(torch.float32, False)),
             **dict.fromkeys(("q_offsets", "kv_lens", "kv_starts"), _Pointer(torch.int32, False)),
-            **dict.fromkeys(
-                ("sf", "inverse_scale", "unscale", "factor", "cap_in", "cap_out"), 1.0
-            ),
+            **dict.fromkeys(("sf", "inverse_scale", "unscale", "factor", "cap_in", "cap_out"), 1.0),
         }
         names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
         arguments = [types.get(name, 2) for name in names]
