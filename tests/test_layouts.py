@@ -83,6 +83,15 @@ def test_an_output_over_an_input_is_seen_whatever_came_before(at: int) -> None:
             check(INPUTS.q, INPUTS.k, v, out=out, **GOOD)
 
 
+def test_a_log_sum_exp_over_an_input_is_seen_without_an_output() -> None:
+    buffer = torch.zeros(40 * 64)
+    v = buffer.view(1, 1, 40, 64)
+    call = AttentionCall.of(INPUTS.q, INPUTS.k, v, **GOOD).rounded()
+    call._replace(lse=torch.empty(1, 2, 4)).check()
+    with pytest.raises(InvalidInput, match="overlaps v"):
+        call._replace(lse=buffer[:8].view(1, 2, 4)).check()
+
+
 def test_an_operand_that_requires_grad_is_refused() -> None:
     check(INPUTS.q, INPUTS.k, INPUTS.v, **GOOD)
     assert isinstance(INPUTS.v, Tensor)

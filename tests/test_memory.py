@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmattn.memory import overlap, repeats_memory
+from warmattn.memory import lie_apart, overlap, repeats_memory, span
 
 strided = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=3)
 
@@ -53,3 +53,21 @@ def test_memory_that_repeats_is_always_seen(axes: list[tuple[int, int]]) -> None
     named = addresses(tensor)
     if len(set(named)) < len(named):
         assert repeats_memory(tensor)
+
+
+def test_what_lies_apart_does_not_overlap() -> None:
+    """Two views at every pair of places in a buffer; interleaved ones neither lie apart nor overlap."""
+    buffer = torch.zeros(24)
+    views = [buffer[start : start + 5 * step : step] for start in range(10) for step in (1, 2)]
+    apart = 0
+    for a in views:
+        assert span(a) == 4 * (4 * a.stride(0) + 1)
+        for b in views:
+            if lie_apart((None, a, b), (0, span(a), span(b)), last=1):
+                apart += 1
+                assert not overlap(a, b)
+    assert apart > 0
+    even, odd = buffer[0:10:2], buffer[1:10:2]
+    assert not overlap(even, odd)
+    assert not lie_apart((even, odd), (span(even), span(odd)), last=1)
+    assert lie_apart((even, None), (span(even), 0), last=1)

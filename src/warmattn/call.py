@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from warmattn.codec.values import HEAD_DIMS, CodedValues, norm_blocks
 from warmattn.errors import InvalidInput, Unsupported
-from warmattn.memory import overlap, repeats_memory
+from warmattn.memory import lie_apart, overlap, repeats_memory, span
 from warmattn.visibility import TILE_KEYS, TILE_ROWS, Causal, External, Full, Visibility, Window, tile_grid
 
 __all__ = ["LARGEST_POSITION", "AttentionCall"]
@@ -244,7 +244,7 @@ class AttentionCall(NamedTuple):
         if values and self.mask is None and type(q) is Tensor:
             if len(_RIGHT_LAYOUTS) >= _LAYOUTS_KEPT:
                 _RIGHT_LAYOUTS.clear()
-            _RIGHT_LAYOUTS[self._layout()] = [_span(t) for t in self._tensors()]
+            _RIGHT_LAYOUTS[self._layout()] = [0 if t is None else span(t) for t in self._tensors()]
         return self
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
@@ -288,7 +288,7 @@ class AttentionCall(NamedTuple):
             torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         ):
             return False
-        return self.out is None or _outputs_lie_apart(tensors, spans)
+        return lie_apart(tensors, spans, last=2)
 
     def refuse_grad(self) -> None:
         """Raise where an operand requires grad while grad is on: the kernels are forward only."""
@@ -427,28 +427,6 @@ class AttentionCall(NamedTuple):
 _RIGHT_LAYOUTS: dict[tuple[Any, ...], list[int]] = {}
 """Layouts that passed every check, with the bytes that each tensor spans."""
 _LAYOUTS_KEPT = 4096
-
-
-def _span(tensor: Tensor | None) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if tensor is None:
-        return 0
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.element_size()
-
-
-def _outputs_lie_apart(tensors: tuple[Tensor | None, ...], spans: list[int]) -> bool:
-    """Whether the last two tensors, the outputs, lie apart from the others and from each other."""
-    starts = [None if t is None else t.data_ptr() for t in tensors]
-    for i in (-2, -1):
-        start = starts[i]
-        if start is None:
-            continue
-        end = start + spans[i]
-        for other, span in zip(starts[:i], spans[:i], strict=True):
-            if other is not None and other < end and start < other + span:
-                return False
-    return True
 
 
 def _refuse_empty_axis(sizes: dict[str, int]) -> NoReturn:

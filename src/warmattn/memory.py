@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
-__all__ = ["overlap", "repeats_memory"]
+__all__ = ["lie_apart", "overlap", "repeats_memory", "span"]
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
@@ -25,6 +27,28 @@ def repeats_memory(tensor: Tensor) -> bool:
                 return True
             span += stride * (size - 1)
     return False
+
+
+def span(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+def lie_apart(tensors: Sequence[Tensor | None], spans: Sequence[int], *, last: int) -> bool:
+    """Whether the addresses that the last few tensors span are theirs alone. Quicker than `overlap`, and no
+    more than a hint when it says no: interleaved views do not lie apart.
+    """
+    starts = [None if t is None else t.data_ptr() for t in tensors]
+    for i in range(len(tensors) - last, len(tensors)):
+        start = starts[i]
+        if start is None:
+            continue
+        end = start + spans[i]
+        for other, size in zip(starts[:i], spans[:i], strict=True):
+            if other is not None and other < end and start < other + size:
+                return False
+    return True
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:

@@ -128,7 +128,9 @@ def _widen(x, lookup, w, variant: Variant):
 
 @gluon.jit
 def _exponent(largest):
-    """The power of two, by its exponent, that a row of V with this largest magnitude is divided by."""
+    """The power of two, by its exponent, that a row of V with this largest magnitude is divided by: a
+    multiple of 16, which leaves the largest magnitude in [2^-2, 2^14) after scaling by 2^`V_BITS`.
+    """
     e = (largest.to(gl.int32, bitcast=True) >> 23) & 255
     # floor((e - 127 + 10) / 16) * 16 of a number >= -117, by a shift of a non-negative one
     e = (((e + 11) >> 4) << 4) - 128

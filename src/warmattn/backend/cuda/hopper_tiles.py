@@ -20,10 +20,9 @@ CHAINS = gl.constexpr(4)
 P_BITS = gl.constexpr(15.0)
 """P is at most 2^15, within float16's range."""
 P_UNIT = gl.constexpr(2.0**-15)
+"""Undoes that."""
 V_BITS = gl.constexpr(8)
 """A converted row of V with exponent 0 is scaled by 2^8."""
-OCTAVES = gl.constexpr(16)
-"""Exponents of V's rows are multiples of 16: the largest element of a scaled row lies in [2^-2, 2^14)."""
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

@@ -10,7 +10,7 @@ weight is a power of two, so products are exact and one order of the sums is all
 import triton
 import triton.language as tl
 
-__all__ = ["COLUMNS", "ROWS", "log_sum_exp", "merge_splits"]
+__all__ = ["COLUMNS", "ROWS", "log_sum_exp", "merge_splits", "power_of_two"]
 
 COLUMNS = 128
 """Columns of the output that one program merges."""
@@ -21,7 +21,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _power_of_two(x):
+def power_of_two(x):
     """2 ** x of an integral x <= 0, exact down to the smallest subnormal; -inf gives 0."""
     n = tl.maximum(x, -252.0).to(tl.int32)
     near = tl.maximum(n, -126)
@@ -86,8 +86,8 @@ def merge_splits(
         part = tl.load(parts + (j * rows.to(tl.int64) + row) * D + d, mask=m > float("-inf"), other=0.0)
         new = tl.maximum(base, m)
         shift = tl.where(new == float("-inf"), 0.0, new)
-        before = _power_of_two(base - shift)
-        weight = _power_of_two(m - shift)
+        before = power_of_two(base - shift)
+        weight = power_of_two(m - shift)
         a = a * before + part * weight
         total = total * before + l * weight
         base = new

@@ -13,6 +13,7 @@ Triton's interpreter runs it too; Gluon has none.
 import triton
 import triton.language as tl
 
+from warmattn.backend.cuda.merge import power_of_two
 from warmattn.backend.cuda.profiling import metadata
 
 __all__ = ["attend"]
@@ -23,8 +24,9 @@ NORM_BLOCK = tl.constexpr(256)
 """Columns of V that one norm is for."""
 
 P_BITS = tl.constexpr(15.0)
-P_UNIT = tl.constexpr(2.0**-15)
 """P is at most 2^15, within float16's range."""
+P_UNIT = tl.constexpr(2.0**-15)
+"""Undoes that."""
 V_BITS = tl.constexpr(8)
 """A converted row of V with exponent 0 is scaled by 2^8."""
 
@@ -41,16 +43,6 @@ def _tanh(x):
     e = tl.exp2(tl.abs(x) * -2.885390081777927)
     far = tl.div_rn(1.0 - e, 1.0 + e)
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
-def _power_of_two(x):
-    """2 ** x of an integral x <= 0, exact down to the smallest subnormal; -inf gives 0."""
-    n = tl.maximum(x, -252.0).to(tl.int32)
-    near = tl.maximum(n, -126)
-    a = ((near + 127) << 23).to(tl.float32, bitcast=True)
-    b = ((n - near + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.where(x < -252.0, 0.0, a * b)
 
 
 @triton.jit
@@ -402,8 +394,8 @@ def attend(
         if WALK:
             new = tl.maximum(all_base, base)
             shift = tl.where(new == float("-inf"), 0.0, new)
-            weight_before = _power_of_two(all_base - shift)
-            weight = _power_of_two(base - shift)
+            weight_before = power_of_two(all_base - shift)
+            weight = power_of_two(base - shift)
             all_total = all_total * weight_before + total * weight
             all_base = new
             divisor = tl.where(all_total == 0.0, 1.0, all_total)
