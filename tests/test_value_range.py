@@ -123,6 +123,17 @@ def test_rows_of_mixed_magnitudes(seed: int, device: torch.device, D: int, value
     assert_every_row_is_accurate(inputs, Causal(0))
 
 
+@pytest.mark.parametrize("values", ["f32", "bf16", "codes8"])
+@each_head_dim
+def test_rows_of_zeros_among_tiny_ones(seed: int, device: torch.device, D: int, values: str) -> None:
+    """A key whose value is zero takes part in the sum alone: what it would weigh must not drown the rest."""
+    T = 150
+    inputs = make_inputs(seed, device=device, S=T, T=T, D=D, values=values)
+    factors = torch.full((T,), 1e-28)
+    factors[torch.rand(T, generator=torch.Generator().manual_seed(seed)) < 0.5] = 0.0
+    assert_every_row_is_accurate(scaled(inputs, factors), Causal(0))
+
+
 @pytest.mark.parametrize("values", ["f32", "bf16", "codes6", "codes8"])
 @each_head_dim
 def test_hidden_magnitudes_leave_no_trace(seed: int, device: torch.device, D: int, values: str) -> None:

@@ -137,7 +137,8 @@ class AttentionCall(NamedTuple):
 
     def rounded(self) -> AttentionCall:
         """Numbers as the kernels take them: scale, softcap and sf rounded to float32 (out of range: inf)."""
-        return self._replace(scale=_to_f32(self.scale), softcap=_to_f32(self.softcap), sf=_to_f32(self.sf))
+        softcap = None if self.softcap is None else _to_f32(self.softcap)
+        return self._replace(scale=_to_f32(self.scale), softcap=softcap, sf=_to_f32(self.sf))
 
     @property
     def B(self) -> int:  # noqa: N802
@@ -244,14 +245,14 @@ class AttentionCall(NamedTuple):
         if values and self.mask is None and type(q) is Tensor:
             if len(_RIGHT_LAYOUTS) >= _LAYOUTS_KEPT:
                 _RIGHT_LAYOUTS.clear()
-            _RIGHT_LAYOUTS[self._layout()] = [0 if t is None else span(t) for t in self._tensors()]
+            _RIGHT_LAYOUTS[self.layout()] = [0 if t is None else span(t) for t in self._tensors()]
         return self
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        return self.q, self.k, self.v, self.norms, self.centroids, self.out, self.lse
+        return (*self._inputs(), self.out, self.lse)
 
-    def _layout(self) -> tuple[Any, ...]:
-        """All that the checks ask of the tensors but their addresses."""
+    def layout(self) -> tuple[Any, ...]:
+        """All of the tensors but lengths that a check or a launch asks for, addresses aside; hashable."""
         layout: list[Any] = []
         for t in self._tensors():
             layout += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device, type(t))
@@ -267,7 +268,7 @@ class AttentionCall(NamedTuple):
         tensors = self._tensors()
         if self.mask is not None or not all(t is None or type(t) is Tensor for t in tensors):
             return False
-        spans = _RIGHT_LAYOUTS.get(self._layout())
+        spans = _RIGHT_LAYOUTS.get(self.layout())
         if spans is None:
             return False
         S, C, scale, softcap, window = self.q.shape[2], self.k.shape[2], self.scale, self.softcap, self.window

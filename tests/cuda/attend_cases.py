@@ -17,7 +17,7 @@ from triton.compiler import CompiledKernel
 
 from warmattn import Causal, External, Full, Window, tile_map
 from warmattn.backend.cuda import hopper, portable
-from warmattn.backend.cuda.tuning import HOPPER, HOPPER_SPLIT, PORTABLE, PORTABLE_SPLIT
+from warmattn.backend.cuda.tuning import HOPPER, HOPPER_SPLIT, PORTABLE, PORTABLE_SPLIT, hopper_variant
 from warmattn.call import AttentionCall
 from warmattn.testing import make_inputs
 from warmattn.visibility import Visibility
@@ -92,7 +92,7 @@ def compiled(case: Case, folder: Path, *, walk: bool) -> CompiledKernel:
     if case.kernel == "hopper":
         kernel, split = hopper.attend, HOPPER_SPLIT[case.D]
         bulk_v = form(call) == "f16" and call.mask is None
-        config = HOPPER[case.D, "copied" if bulk_v else "loaded" if form(call) == "f16" else "converted"]
+        config = HOPPER[case.D, hopper_variant(form(call), bulk=bulk_v)]
         options |= {"BULK_K": aligned.qk, "BULK_V": bulk_v, "num_warps": 4}
         names = ("K_STAGES", "V_SLOTS", "CONSUMER_REGISTERS", "LOADER_REGISTERS")
     else:

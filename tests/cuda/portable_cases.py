@@ -285,7 +285,9 @@ def test_sizes_of_values(spread: float, mean: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("values", ["f32", "codes8"])
-@pytest.mark.parametrize("order", [(1e-31, 1.0, 1e35), (1e35, 1e-31, 1.0), (1e30, 1e-30), (1.0, 1e-3)])
+@pytest.mark.parametrize(
+    "order", [(1e-31, 1.0, 1e35), (1e35, 1e-31, 1.0), (1e30, 1e-30), (1.0, 1e-3), (1e-28, 0.0)]
+)
 def test_rows_of_mixed_sizes(order: tuple[float, ...], values: str, seed: int) -> None:
     """Every row of a cold prefill, each against what it sees: tiny keys must count as much as huge ones."""
     T = 120

@@ -19,7 +19,7 @@ from warmattn.testing import make_inputs
 from warmattn.visibility import Visibility
 
 pytest.importorskip("triton")
-from warmattn.backend.cuda import building, hopper, launch, merge, portable
+from warmattn.backend.cuda import building, hopper, kernels, launch, merge, portable
 
 SPLIT = 2048
 
@@ -35,12 +35,12 @@ class Kernel:
         self.built.append(arguments)
         return self
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*arguments: Any, stream: int) -> None:
-            assert len(arguments) == len(self.params)
-            self.launched.append(grid)
+    function = packed_metadata = None
 
-        return run
+    def run(self, x: int, y: int, z: int, *arguments: Any) -> None:
+        """Grid, six arguments of Triton's own, and the kernel's."""
+        assert len(arguments) == 6 + len(self.params)
+        self.launched.append((x, y, z))
 
 
 @pytest.fixture
@@ -60,10 +60,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(launch, "_current_stream", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(launch, "_COMPILED", {})
-    caches = (launch.sizes, launch._processors)
+    monkeypatch.setattr(kernels, "_COMPILED", {})
+    monkeypatch.setattr(launch, "_PLANS", {})
+    caches = (kernels.sizes, launch._processors)
     for cached in caches:
         cached.cache_clear()
     yield SimpleNamespace(built=built, launched=launched)
@@ -92,7 +93,7 @@ def kinds(kind: str, S: int, T: int) -> Visibility:
 @pytest.mark.parametrize("form", ["f32", "f16", "codes"])
 def test_after_prewarm_nothing_is_compiled(device: SimpleNamespace, form: str, kind: str) -> None:
     for key in prewarm_keys((form, kind), form):
-        launch.build(key, None)  # type: ignore[arg-type]
+        kernels.build(key, None)  # type: ignore[arg-type]
     built = len(device.built)
     assert built > 0
     values = "codes8" if form == "codes" else form

@@ -143,7 +143,7 @@ def select(call: AttentionCall, name: str = "auto") -> Backend:
         return backend
     reasons = []
     for candidate in _TABLE:
-        backend = load(candidate)
+        backend = _load(candidate)
         reason = backend.unavailable() or backend.supports(call)
         if reason is None:
             return backend

@@ -37,9 +37,9 @@ class CudaBackend:
         return None
 
     def tiling(self, head_dim: int) -> Tiling:
-        from warmattn.backend.cuda import launch
+        from warmattn.backend.cuda import kernels
 
-        return launch.sizes(torch.cuda.current_device(), head_dim).tiling
+        return kernels.sizes(torch.cuda.current_device(), head_dim).tiling
 
     def prepare(self, keys: Sequence[PipelineKey], device: torch.device) -> None:
         from warmattn.backend.cuda.building import build_side_by_side
@@ -47,10 +47,10 @@ class CudaBackend:
         build_side_by_side(keys, str(device))
 
     def build(self, key: PipelineKey, device: torch.device) -> None:
-        from warmattn.backend.cuda import codec, launch
+        from warmattn.backend.cuda import codec, kernels
 
         with torch.cuda.device(device):
-            launch.build(key, torch.cuda.current_device())
+            kernels.build(key, torch.cuda.current_device())
             if key.form == "vcodes":
                 codec.build(key.head_dim, torch.device("cuda", torch.cuda.current_device()))
 

@@ -57,22 +57,23 @@ __all__ = ["attend"]
 
 
 @gluon.jit
-def _product(q, k, a, b):
+def _product(q, k, a, c: gl.constexpr, D: gl.constexpr):
     zero = gl.zeros([64, TILE], gl.float32, layout=ACC)
-    return warpgroup_mma(q.index(a), k.index(b).permute((1, 0)), zero, use_acc=False, is_async=True)
+    keys = k.slice(c * (D // CHAINS), D // CHAINS, 1)
+    return warpgroup_mma(q.index(a + c), keys.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _scores(q, k, a, b, TWO_IN_FLIGHT: gl.constexpr):
+def _scores(q, k, a, D: gl.constexpr, TWO_IN_FLIGHT: gl.constexpr):
     """q @ k.T of one tile: four fresh accumulators over D/4 columns each, added in float32 in this order."""
-    s = _product(q, k, a, b)
+    s = _product(q, k, a, 0, D)
     if TWO_IN_FLIGHT:
-        t = _product(q, k, a + 1, b + 1)
+        t = _product(q, k, a, 1, D)
         s = warpgroup_mma_wait(1, deps=[s])
-        u = _product(q, k, a + 2, b + 2)
+        u = _product(q, k, a, 2, D)
         t = warpgroup_mma_wait(1, deps=[t])
         s = s + t
-        t = _product(q, k, a + 3, b + 3)
+        t = _product(q, k, a, 3, D)
         u = warpgroup_mma_wait(1, deps=[u])
         s = s + u
         t = warpgroup_mma_wait(0, deps=[t])
@@ -80,7 +81,7 @@ def _scores(q, k, a, b, TWO_IN_FLIGHT: gl.constexpr):
     else:
         s = warpgroup_mma_wait(0, deps=[s])
         for c in gl.static_range(1, CHAINS):
-            t = _product(q, k, a + c, b + c)
+            t = _product(q, k, a, c, D)
             t = warpgroup_mma_wait(0, deps=[t])
             s = s + t
     return s
@@ -125,7 +126,7 @@ def _hide(s, n0, mask: Mask, row_at, in_call, first_row, last_row, end, variant:
 def _weigh(s, base, scaled_base, total, uneven, factor, exponents, CONVERTED: gl.constexpr):
     """Streaming softmax of one tile: weights as two float16 terms, what the past is rescaled by, and the new
     bases and sum. A weight is ``2 ** (factor * s - base)``, at most 2^15; times V's scaled rows goes the same
-    weight times 2^e, counted from a base of its own.
+    weight times 2^e, counted from a base of its own. Rows of zeros have e = -inf, and no part in that base.
     """
     factor_tile = gl.full_like(s, factor)
     new = gl.maximum(base, gl.ceil(gl.max(s, 1) * gl.full_like(base, factor)) - P_BITS)
@@ -142,7 +143,7 @@ def _weigh(s, base, scaled_base, total, uneven, factor, exponents, CONVERTED: gl
             top = gl.max(gl.fma(s, factor_tile, gl.zeros_like(s) + e[None, :]), 1)
             new_scaled = gl.maximum(scaled_base, gl.ceil(top) - P_BITS)
             scaled_shift = gl.where(new_scaled == float("-inf"), 0.0, new_scaled)
-            p = p * _whole_power(shift - scaled_shift)[:, None] * _whole_power(e)[None, :]
+            p = gl.exp2(gl.fma(s, factor_tile, gl.zeros_like(s) + e[None, :] - scaled_shift[:, None]))
             rescale = gl.exp2(scaled_base - scaled_shift)
     high = p.to(gl.float16)
     low = (p - high.to(gl.float32)).to(gl.float16)
@@ -152,19 +153,15 @@ def _weigh(s, base, scaled_base, total, uneven, factor, exponents, CONVERTED: gl
 
 
 @gluon.jit
-def _whole_power(x):
-    """2 ** x of an integral x in [-126, 127]."""
-    return ((x.to(gl.int32) + 127) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _weighted(high, low, chunks: Ring, use, CONVERTED: gl.constexpr):
+def _weighted(high, low, chunks: Ring, use, variant: Variant):
     """One 64-column chunk of P @ V in a fresh accumulator, in flight; smallest terms first."""
     zero = gl.zeros([64, CHUNK], gl.float32, layout=ACC)
     chunks.wait_full(use)
+    if not variant.BULK_V:
+        fence_async_shared()  # here, since in the loaders it would wait for the loads they have in flight
     slot = use % chunks.depth
     v = chunks.slots.index(slot)
-    if CONVERTED:
+    if variant.CONVERTED:
         t = warpgroup_mma(high, chunks.low.index(slot), zero, use_acc=False, is_async=True)
         t = warpgroup_mma(low, v, t, is_async=True)
     else:
@@ -179,7 +176,7 @@ def _add(a, rescale, t):
 
 @gluon.jit
 def _power_of_two(x):
-    """2 ** x of an integral x <= 0, exact down to the smallest subnormal; -inf gives 0."""
+    """2 ** x of an integral x < 128, exact down to the smallest subnormal; -inf gives 0."""
     n = gl.maximum(x, -252.0).to(gl.int32)
     near = gl.maximum(n, -126)
     a = ((near + 127) << 23).to(gl.float32, bitcast=True)
@@ -228,7 +225,23 @@ def _consume(
     W: gl.constexpr, q, keys: Ring, chunks: Ring, exponents, block: Block, outputs, mask: Mask, scaling,
     variant: Variant,
 ):  # fmt: skip
-    """A consuming warpgroup: rows ``64 * W ...`` of the block over all of its tiles."""
+    """A consuming warpgroup: rows ``64 * W ...`` of the block, if there are such, over all of its tiles."""
+    if block.row0 + W * 64 < block.rows * block.group:
+        _attend_rows(W, q, keys, chunks, exponents, block, outputs, mask, scaling, variant)
+    else:
+        for i in range(block.tiles):
+            keys.wait_full(i)
+            keys.release(i)
+            for c in gl.static_range(CHUNKS):
+                chunks.wait_full(i * CHUNKS + c)
+                chunks.release(i * CHUNKS + c)
+
+
+@gluon.jit
+def _attend_rows(
+    W: gl.constexpr, q, keys: Ring, chunks: Ring, exponents, block: Block, outputs, mask: Mask, scaling,
+    variant: Variant,
+):  # fmt: skip
     out, out_head, out_row, sums, maxima, unscale = outputs
     factor, cap_in, cap_out = scaling
 
@@ -282,7 +295,7 @@ def _consume(
             )  # fmt: skip
             keys.wait_full(i)
             slot = i % keys.depth + opaque
-            s = _scores(q, keys.slots, W * CHAINS + opaque, slot * CHAINS, not variant.CONVERTED)
+            s = _scores(q, keys.slots.index(slot), W * CHAINS + opaque, variant.D, not variant.CONVERTED)
             keys.release(i)
             if variant.SOFTCAP:
                 s = cap_out * _tanh(s * cap_in)
@@ -298,30 +311,30 @@ def _consume(
             high, low, rescale, base, scaled_base, total, uneven = _weigh(
                 s, base, scaled_base, total, uneven, factor, exponents.index(i & 1), variant.CONVERTED
             )
-            t0 = _weighted(high, low, chunks, use, variant.CONVERTED)
+            t0 = _weighted(high, low, chunks, use, variant)
             if variant.CONVERTED:
                 t0 = warpgroup_mma_wait(0, deps=[t0])
                 chunks.release(use)
                 a0 = _add(a0, rescale, t0)
-                t1 = _weighted(high, low, chunks, use + 1, variant.CONVERTED)
+                t1 = _weighted(high, low, chunks, use + 1, variant)
                 t1 = warpgroup_mma_wait(0, deps=[t1])
                 chunks.release(use + 1)
                 a1 = _add(a1, rescale, t1)
-                t2 = _weighted(high, low, chunks, use + 2, variant.CONVERTED)
+                t2 = _weighted(high, low, chunks, use + 2, variant)
                 t2 = warpgroup_mma_wait(0, deps=[t2])
                 chunks.release(use + 2)
                 a2 = _add(a2, rescale, t2)
-                t3 = _weighted(high, low, chunks, use + 3, variant.CONVERTED)
+                t3 = _weighted(high, low, chunks, use + 3, variant)
             else:
-                t1 = _weighted(high, low, chunks, use + 1, variant.CONVERTED)
+                t1 = _weighted(high, low, chunks, use + 1, variant)
                 t0 = warpgroup_mma_wait(2, deps=[t0])
                 chunks.release(use)
                 a0 = _add(a0, rescale, t0)
-                t2 = _weighted(high, low, chunks, use + 2, variant.CONVERTED)
+                t2 = _weighted(high, low, chunks, use + 2, variant)
                 t1 = warpgroup_mma_wait(2, deps=[t1])
                 chunks.release(use + 1)
                 a1 = _add(a1, rescale, t1)
-                t3 = _weighted(high, low, chunks, use + 3, variant.CONVERTED)
+                t3 = _weighted(high, low, chunks, use + 3, variant)
                 t2 = warpgroup_mma_wait(2, deps=[t2])
                 chunks.release(use + 2)
                 a2 = _add(a2, rescale, t2)
@@ -332,7 +345,7 @@ def _consume(
         # From here on weights are at most 1, of the sum and of the accumulators alike.
         lift = gl.full_like(base, unscale)
         if variant.CONVERTED:
-            lift = lift * _whole_power(gl.where(base > float("-inf"), scaled_base - base, 0.0))
+            lift = lift * _power_of_two(gl.where(base > float("-inf"), scaled_base - base, 0.0))
         total = total * P_UNIT
         base = base + P_BITS
         if variant.WALK:
@@ -396,7 +409,7 @@ def attend(
     ``out [splits, B, H, S, D]``, and ``maxima`` and ``sums [splits, B, H, S]``.
     """
     HALVES: gl.constexpr = D // COLUMNS
-    variant = Variant(D, CAUSAL, WINDOW, MASK, MAP, SOFTCAP, FORM, BULK_K, V_ALIGNED, WALK, SPLIT)
+    variant = Variant(D, CAUSAL, WINDOW, MASK, MAP, SOFTCAP, FORM, BULK_K, BULK_V, V_ALIGNED, WALK, SPLIT)
     if BULK_K:  # strides come in units of 16 bytes then
         k_step = k_step * 8
         q_batch, q_head, q_row = q_batch * 8, q_head * 8, q_row * 8
@@ -459,7 +472,7 @@ def attend(
     scaling = (factor, cap_in, cap_out)
 
     q_slots = gl.allocate_shared_memory(q.dtype.element_ty, [2 * CHAINS, 64, D // CHAINS], SHARED)
-    k_slots = gl.allocate_shared_memory(q.dtype.element_ty, [K_STAGES * CHAINS, TILE, D // CHAINS], SHARED)
+    k_slots = gl.allocate_shared_memory(q.dtype.element_ty, [K_STAGES, TILE, D], SHARED)
     v_slots = gl.allocate_shared_memory(gl.float16, [V_SLOTS, TILE, CHUNK], SHARED)
     v_low = v_slots
     if variant.CONVERTED:
@@ -489,7 +502,7 @@ def attend(
     bulk_v = v
     if BULK_K:
         here = k + start.to(gl.int64) * k_step
-        bulk_k = tma.make_tensor_descriptor(here, [keys_seen, D], [k_step, 1], [TILE, D // CHAINS], SHARED)
+        bulk_k = tma.make_tensor_descriptor(here, [keys_seen, D], [k_step, 1], [TILE, D], SHARED)
     if BULK_V:
         here = v + start.to(gl.int64) * v_step
         bulk_v = tma.make_tensor_descriptor(here, [keys_seen, D], [v_step, 1], [TILE, CHUNK], SHARED)

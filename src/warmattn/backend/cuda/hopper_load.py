@@ -52,10 +52,7 @@ def _copy_keys(k, keys: Ring, i, row, D: gl.constexpr):
     slot = i % keys.depth
     keys.wait_empty(i)
     mbarrier.expect(keys.full.index(slot), TILE * D * 2)
-    for c in gl.static_range(CHAINS):
-        tma.async_copy_global_to_shared(
-            k, [row, c * (D // CHAINS)], keys.full.index(slot), keys.slots.index(slot * CHAINS + c)
-        )
+    tma.async_copy_global_to_shared(k, [row, 0], keys.full.index(slot), keys.slots.index(slot))
 
 
 def _lookup_asm(copies: int) -> str:
@@ -69,6 +66,14 @@ def _lookup_asm(copies: int) -> str:
 
 LOOKUP_1 = gl.constexpr(_lookup_asm(1))
 LOOKUP_32 = gl.constexpr(_lookup_asm(32))
+
+
+SPLIT = gl.constexpr("""{ .reg .b16 l, h; .reg .f32 x, y;
+cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 {l, h}, $0;
+cvt.f32.f16 x, l; sub.rn.f32 x, $2, x;
+cvt.f32.f16 y, h; sub.rn.f32 y, $3, y;
+cvt.rn.f16x2.f32 $1, y, x; }""")
+"""Two numbers as sums of two float16 terms. Triton would convert them one at a time."""
 
 
 @gluon.jit
@@ -197,8 +202,7 @@ def load_tiles(
         lookup = _own_copy(lookup)
     x = _fetch(v, block.tile0 * TILE, block.column, block, variant)
     w = gl.full([TILE], 1.0, gl.float32, layout=LOAD_ROW)
-    scale = w
-    scaled = True
+    norms = _fetch_norms(v, block.tile0 * TILE, block, variant)
     for i in range(block.tiles):
         n0 = (block.tile0 + i) * TILE
         if variant.BULK_K:
@@ -207,41 +211,69 @@ def load_tiles(
             _load_keys(k, keys, i, n0, k_step, block, variant.D)
         keep = _kept(n0, block, mask, variant)
         if variant.FORM == "codes":
-            w = _weight(_norms(v, n0, block.column // COLUMNS, block, LOAD_ROW), v.sf, variant.D)
-            scaled = _has_unknown_exponent(v, n0, spread, block, variant.D)
-        if variant.CONVERTED:
-            if scaled:
-                e = _row_exponents(v, n0, lookup, keep, block, variant)
-                scale = ((V_BITS - e + 127) << 23).to(gl.float32, bitcast=True)
-                exponents.index(i & 1).store(e.to(gl.float32))
+            w = _weight(norms[0], v.sf, variant.D)
+            unknown = _has_unknown_exponent(norms, n0, spread, v.sf, block, variant.D)
+            norms = _fetch_norms(v, n0 + TILE, block, variant)
+            if unknown:
+                x = _load_scaled(v, chunks, exponents, x, w, lookup, keep, i, block, variant)
             else:  # scaled by way of w, exactly: nothing is near the ends of float32 then
-                w = w * 256.0
                 exponents.index(i & 1).store(gl.zeros([TILE], gl.float32, layout=LOAD_ROW))
-        for c in range(CHUNKS):
-            use = i * CHUNKS + c
-            slot = use % chunks.depth
-            # The next chunk is on its way while this one is converted.
-            later = c + 1
-            next_column = block.column + later % CHUNKS * CHUNK
-            next_x = _fetch(v, n0 + later // CHUNKS * TILE, next_column, block, variant)
-            y = _widen(x, lookup, w, variant)
-            if variant.MASK:
-                y = gl.where(keep[:, None], y, 0.0)
-            if variant.CONVERTED:  # the sum of two float16 terms
-                if scaled:
-                    y = y * scale[:, None]
-                high = y.to(gl.float16)
-                low = (y - high.to(gl.float32)).to(gl.float16)
-                chunks.wait_empty(use)
-                chunks.slots.index(slot).store(high)
-                chunks.low.index(slot).store(low)
-            else:
-                chunks.wait_empty(use)
-                chunks.slots.index(slot).store(y.to(gl.float16))
-            fence_async_shared()
-            thread_barrier()
-            mbarrier.arrive(chunks.full.index(slot), count=1)
-            x = next_x
+                x = _load_chunks(v, chunks, x, w * 256.0, w, lookup, keep, i, block, variant, False)
+        elif variant.CONVERTED:
+            x = _load_scaled(v, chunks, exponents, x, w, lookup, keep, i, block, variant)
+        else:
+            x = _load_chunks(v, chunks, x, w, w, lookup, keep, i, block, variant, False)
+
+
+@gluon.jit
+def _load_scaled(
+    v: Values, chunks: Ring, exponents, x, w, lookup, keep, i, block: Block, variant: Variant,
+):  # fmt: skip
+    """Tile i with every row scaled by a power of two of its own."""
+    n0 = (block.tile0 + i) * TILE
+    largest = _largest_of_rows(v, n0, lookup, keep, block, variant)
+    e = _exponent(largest)
+    # Rows of zeros weigh nothing, those that lie outside hide behind their scores.
+    n = n0 + gl.arange(0, TILE, layout=LOAD_ROW)
+    empty = (largest == 0.0) & (n >= block.start) & (n < block.end)
+    exponents.index(i & 1).store(gl.where(empty, float("-inf"), e.to(gl.float32)))
+    scale = ((V_BITS - e + 127) << 23).to(gl.float32, bitcast=True)
+    return _load_chunks(v, chunks, x, w, scale, lookup, keep, i, block, variant, True)
+
+
+@gluon.jit
+def _load_chunks(
+    v: Values, chunks: Ring, x, w, scale, lookup, keep, i, block: Block, variant: Variant,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """The chunks of tile i, of which ``x`` holds the first; returns the first of the next tile, fetched."""
+    n0 = (block.tile0 + i) * TILE
+    for c in range(CHUNKS):
+        use = i * CHUNKS + c
+        slot = use % chunks.depth
+        # The next chunk is on its way while this one is converted.
+        later = c + 1
+        next_column = block.column + later % CHUNKS * CHUNK
+        next_x = _fetch(v, n0 + later // CHUNKS * TILE, next_column, block, variant)
+        y = _widen(x, lookup, w, variant)
+        if variant.MASK:
+            y = gl.where(keep[:, None], y, 0.0)
+        if SCALED:
+            y = y * scale[:, None]
+        if variant.CONVERTED:  # the sum of two float16 terms
+            high, low = gl.inline_asm_elementwise(
+                SPLIT, "=&r,=&r,f,f", [y], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+            )
+            chunks.wait_empty(use)
+            chunks.slots.index(slot).store(high)
+            chunks.low.index(slot).store(low)
+        else:
+            chunks.wait_empty(use)
+            chunks.slots.index(slot).store(y.to(gl.float16))
+        thread_barrier()
+        mbarrier.arrive(chunks.full.index(slot), count=1)
+        x = next_x
+    return x
 
 
 @gluon.jit
@@ -284,29 +316,44 @@ def _load_keys(k, keys: Ring, i, n0, k_step, block: Block, D: gl.constexpr):
     for c in gl.static_range(CHAINS):
         d = c * (D // CHAINS) + gl.arange(0, D // CHAINS, layout=LOAD_COLUMN)
         x = gl.load(k + (n.to(gl.int64) * k_step)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-        keys.slots.index((i % keys.depth) * CHAINS + c).store(x)
+        keys.slots.index(i % keys.depth).slice(c * (D // CHAINS), D // CHAINS, 1).store(x)
     fence_async_shared()
     thread_barrier()
     mbarrier.arrive(keys.full.index(i % keys.depth), count=1)
 
 
 @gluon.jit
-def _has_unknown_exponent(v: Values, n0, spread, block: Block, D: gl.constexpr):
-    """Whether some row's `_exponent` may be another than 0. A row's largest magnitude lies between the
-    codebook's least and largest magnitude times w, and mostly that is enough to know.
+def _fetch_norms(v: Values, n0, block: Block, variant: Variant):
+    """A tile's norms: those of the program's own columns, and of the whole rows (one or two blocks) in every
+    warp.
+    """
+    own = gl.full([TILE], 1.0, gl.float32, layout=LOAD_ROW)
+    low = gl.full([TILE], 1.0, gl.float32, layout=EACH_LOADING_WARP)
+    high = low
+    if variant.FORM == "codes":
+        own = _norms(v, n0, block.column // COLUMNS, block, LOAD_ROW)
+        low = _norms(v, n0, 0, block, EACH_LOADING_WARP)
+        high = low
+        if variant.D == 512:
+            high = _norms(v, n0, 1, block, EACH_LOADING_WARP)
+    return own, low, high
+
+
+@gluon.jit
+def _has_unknown_exponent(norms, n0, spread, sf, block: Block, D: gl.constexpr):
+    """Whether some row is empty, or its `_exponent` may be another than 0. A row's largest magnitude lies
+    between the codebook's least and largest magnitude times w, and mostly that is enough to know.
     """
     least, most = spread
-    norm = gl.abs(_norms(v, n0, 0, block, EACH_LOADING_WARP))
-    if D == 512:
-        norm = gl.maximum(norm, gl.abs(_norms(v, n0, 1, block, EACH_LOADING_WARP)))
-    w = _weight(norm, v.sf, D)
-    known = ((w * least >= 0.0009765625) & (w * most < 64.0)) | (w == 0.0)
+    w = _weight(gl.maximum(gl.abs(norms[1]), gl.abs(norms[2])), sf, D)
+    n = n0 + gl.arange(0, TILE, layout=EACH_LOADING_WARP)
+    known = (w * least >= 0.0009765625) & (w * most < 64.0) | (n < block.start) | (n >= block.end)
     return gl.min(known.to(gl.int32), 0) == 0
 
 
 @gluon.jit
-def _row_exponents(v: Values, n0, lookup, keep, block: Block, variant: Variant):
-    """`_exponent` of whole rows, read for the purpose."""
+def _largest_of_rows(v: Values, n0, lookup, keep, block: Block, variant: Variant):
+    """The largest magnitude of whole rows, read for the purpose; 0 of rows that are not kept."""
     largest = gl.zeros([TILE], gl.float32, layout=LOAD_ROW)
     w = largest
     for c in range(variant.D // CHUNK):
@@ -314,4 +361,4 @@ def _row_exponents(v: Values, n0, lookup, keep, block: Block, variant: Variant):
             w = _weight(_norms(v, n0, c // 4, block, LOAD_ROW), v.sf, variant.D)
         x = _widen(_fetch(v, n0, c * CHUNK, block, variant), lookup, w, variant)
         largest = gl.maximum(largest, gl.max(gl.abs(x), 1))
-    return _exponent(gl.where(keep, largest, 0.0))
+    return gl.where(keep, largest, 0.0)

@@ -131,12 +131,13 @@ class Variant:
     CONVERTED: gl.constexpr
     COPIES: gl.constexpr
     BULK_K: gl.constexpr
+    BULK_V: gl.constexpr
     V_ALIGNED: gl.constexpr
     WALK: gl.constexpr
     SPLIT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, D, CAUSAL, WINDOW, MASK, MAP, SOFTCAP, FORM, BULK_K, V_ALIGNED, WALK, SPLIT):
+    def __init__(self, D, CAUSAL, WINDOW, MASK, MAP, SOFTCAP, FORM, BULK_K, BULK_V, V_ALIGNED, WALK, SPLIT):
         self.D = gl.constexpr(D)
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.WINDOW = gl.constexpr(WINDOW)
@@ -147,6 +148,7 @@ class Variant:
         self.CONVERTED = gl.constexpr(FORM != "f16")
         self.COPIES = gl.constexpr(32 if D == 256 and FORM == "codes" else 1)
         self.BULK_K = gl.constexpr(BULK_K)
+        self.BULK_V = gl.constexpr(BULK_V)
         self.V_ALIGNED = gl.constexpr(V_ALIGNED)
         self.WALK = gl.constexpr(WALK)
         self.SPLIT = gl.constexpr(SPLIT)

@@ -1,69 +1,36 @@
-"""From an `AttentionCall` to kernels on a stream, and the building of those kernels ahead of time."""
+"""From an `AttentionCall` to kernels on a stream."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import _allocation
+from triton import knobs
+from triton.runtime import _allocation, driver
 
-from warmattn.backend import SplitPartials, Tiling
-from warmattn.backend.cuda import hopper, merge, portable
+from warmattn.backend import SplitPartials
+from warmattn.backend.cuda import merge
+from warmattn.backend.cuda.kernels import Sizes, attend_constants, attend_kernel, merge_kernel, sizes
 from warmattn.backend.cuda.profiling import launching
-from warmattn.backend.cuda.tuning import HOPPER, HOPPER_SPLIT, PORTABLE, PORTABLE_SPLIT, portable_family
 from warmattn.backend.cuda.workspace import Workspace
 from warmattn.call import LARGEST_POSITION, AttentionCall
 from warmattn.partials import Exponential, Partials
-from warmattn.pipelines import PipelineKey
 
-__all__ = ["BASE_TWO", "Sizes", "build", "run", "run_partials", "sizes"]
+__all__ = ["BASE_TWO", "run", "run_partials"]
 
 BASE_TWO = Exponential(1.0, True, math.log(2.0))
 """What weighs the kernels' partial results: their maxima are exponents of two."""
 
 _FULL = 0.7
 """Where programs fill this part of the device, each walks all splits of its rows, one after the other."""
-_DESCRIPTORS = 256
-"""Bytes of global memory in which one program of the Hopper kernel keeps its descriptors."""
 _P_SCALED, _V_SCALED = 2.0**-15, 2.0**-8
 """Undo the scaling of weights and of converted values."""
 
 _WORKSPACE = Workspace()
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-
-
-class Sizes(NamedTuple):
-    """How one device cuts calls of one head dim.
-
-    Attributes:
-        kernel: ``hopper`` or ``portable``.
-        family: row of the portable kernel's table, by compute capability.
-        tiling: rows, keys and splits.
-        columns: columns of V of a program.
-        scratch: bytes of global memory that a program uses besides.
-    """
-
-    kernel: str
-    family: int
-    tiling: Tiling
-    columns: int
-    scratch: int
-
-
-@cache
-def sizes(index: int, D: int) -> Sizes:
-    """The kernel and its sizes for a device and head dim: the same for every call, whatever its S."""
-    capability, is_amd = torch.cuda.get_device_capability(index), torch.version.hip is not None
-    family = portable_family(capability, is_amd=is_amd)
-    if capability == (9, 0) and not is_amd and D in HOPPER_SPLIT:
-        return Sizes("hopper", family, Tiling(128, 64, HOPPER_SPLIT[D]), 256, _DESCRIPTORS)
-    config = PORTABLE[family, D]
-    return Sizes("portable", family, Tiling(config.rows, config.tile, PORTABLE_SPLIT[D]), config.columns, 0)
 
 
 class _Outputs(NamedTuple):
@@ -75,6 +42,26 @@ class _Outputs(NamedTuple):
     sums: int
     first_split: int
     splits: int
+
+
+class _Plan(NamedTuple):
+    """What the launches for all calls of one layout share, in the units that the kernel takes."""
+
+    kernel: Any
+    constants: tuple[Any, ...]
+    q_strides: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    norm_strides: tuple[int, ...]
+    mask_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    code_mask: int
+    map_columns: int
+    unscale: float
+
+
+_PLANS: dict[tuple[Any, ...], _Plan] = {}
+_PLANS_KEPT = 4096
 
 
 def run(call: AttentionCall) -> None:
@@ -90,9 +77,10 @@ def run(call: AttentionCall) -> None:
 
 def _run(call: AttentionCall, index: int) -> None:
     assert call.out is not None
-    stream = torch.cuda.current_stream(index).cuda_stream
+    stream = _current_stream(index)
     cut = sizes(index, call.D)
-    programs, rows = _programs(call, cut), call.B * call.H * call.S
+    grid = _grid(call, cut)
+    programs, rows = grid[0] * grid[1], call.B * call.H * call.S
     first, splits = _visible_splits(call, cut)
     walk = splits == 1 or programs >= _FULL * _processors(index)
     if walk:
@@ -105,7 +93,7 @@ def _run(call: AttentionCall, index: int) -> None:
     maxima = parts + part_bytes
     out = call.out.data_ptr() if walk else parts
     outputs = _Outputs(walk, out, maxima, maxima + row_bytes, first, splits)
-    _attend(call, cut, outputs, workspace, stream)
+    _attend(call, index, cut, grid, outputs, workspace, stream)
     if not walk:
         _merge(call, outputs, rows, stream)
     elif call.lse is not None:
@@ -114,24 +102,30 @@ def _run(call: AttentionCall, index: int) -> None:
 
 def run_partials(call: AttentionCall) -> SplitPartials:
     """Partial results per split, for the splits that any row of the call sees a key of (at least one)."""
-    device = call.q.device
+    device, index = call.q.device, call.q.device.index
     with torch.cuda.device(device), _WORKSPACE.lock:
-        stream = torch.cuda.current_stream(device).cuda_stream
-        cut = sizes(device.index, call.D)
+        stream = _current_stream(index)
+        cut = sizes(index, call.D)
+        grid = _grid(call, cut)
         first, splits = _visible_splits(call, cut)
         shape = (splits, *call.q.shape)
         maxima, sums, parts = (
             torch.empty(size, dtype=torch.float32, device=device) for size in (shape[:-1], shape[:-1], shape)
         )
-        scratch = _WORKSPACE.take(cut.scratch * _programs(call, cut) * splits, device, stream)
+        scratch = _WORKSPACE.take(cut.scratch * grid[0] * grid[1] * splits, device, stream)
         outputs = _Outputs(False, parts.data_ptr(), maxima.data_ptr(), sums.data_ptr(), first, splits)
-        _attend(call, cut, outputs, scratch, stream)
+        _attend(call, index, cut, grid, outputs, scratch, stream)
     return SplitPartials(first, Partials(maxima, sums, parts), BASE_TWO)
 
 
-def _programs(call: AttentionCall, cut: Sizes) -> int:
-    """Programs that walk all splits."""
-    return call.B * call.Hk * (call.D // cut.columns) * -(-call.S * call.group // cut.tiling.rows)
+def _current_stream(index: int) -> int:
+    return driver.active.get_current_stream(index)  # type: ignore[attr-defined]
+
+
+def _grid(call: AttentionCall, cut: Sizes) -> tuple[int, int]:
+    """Programs that walk all splits: by heads and columns, and by tiles of packed rows."""
+    (B, H, S, D), Hk = call.q.shape, call.k.shape[1]
+    return B * Hk * (D // cut.columns), -(-S * (H // Hk) // cut.tiling.rows)
 
 
 @cache
@@ -155,181 +149,133 @@ def _visible_splits(call: AttentionCall, cut: Sizes) -> tuple[int, int]:
     return first, -(-end // split) - first
 
 
-def _attend(call: AttentionCall, cut: Sizes, outputs: _Outputs, scratch: Tensor, stream: int) -> None:
-    q, k, v, D = call.q, call.k, call.v, call.D
-    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-    form = "codes" if call.norms is not None else "f16" if v.dtype == torch.float16 else "f32"
-    bulk_k = _aligned(q, q_strides) and _aligned(k, k_strides)
-    aligned_v = _aligned(v, v_strides)
-    q_unit = k_unit = v_unit = 1
-    if bulk_k:
-        q_unit = k_unit = 8
-    if aligned_v:
-        v_unit = 16 // v.element_size()
-
+def _attend(
+    call: AttentionCall,
+    index: int,
+    cut: Sizes,
+    grid: tuple[int, int],
+    outputs: _Outputs,
+    scratch: Tensor,
+    stream: int,
+) -> None:
+    q, k, v, norms, centroids, mask = call.q, call.k, call.v, call.norms, call.centroids, call.mask
     walk, out, maxima, sums, first_split, splits = outputs
-    out_batch, out_head, out_row, aligned_out = 0, 0, 0, True
-    if walk:
-        assert call.out is not None
-        out_batch, out_head, out_row, _ = call.out.stride()
-        aligned_out = (out_batch | out_head | out_row) % 2 == 0 and out % 16 == 0
-        if aligned_out:
-            out_batch, out_head, out_row = out_batch // 2, out_head // 2, out_row // 2
+    q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    numbers: list[int | Tensor] = [call.q_offset, call.kv_len, call.kv_start]
+    tensors, addresses = {}, [0, 0, 0]
+    for i, length in enumerate(numbers):
+        if isinstance(length, Tensor):
+            tensors[i] = length.to(q.device, non_blocking=True).contiguous()
+            addresses[i], numbers[i] = tensors[i].data_ptr(), 0
 
-    norms, norm_strides, centroids, code_mask = 0, (0, 0, 0, 0), 0, 0
-    if call.norms is not None:
-        assert call.centroids is not None
-        dense = call.norms if call.norms.ndim == 4 else call.norms[..., None]
-        norms, norm_strides, centroids = dense.data_ptr(), dense.stride(), call.centroids.data_ptr()
-        code_mask = len(call.centroids) - 1
+    aligned = ((q_at | k_at) % 16 == 0, v_at % 16 == 0, out % 16 == 0)
+    kind = (call.causal, call.window is None, call.softcap is None, not tensors, walk)
+    key = (index, call.layout(), aligned, kind)
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= _PLANS_KEPT:
+            _PLANS.clear()
+        plan = _PLANS[key] = _plan(call, index, cut, aligned, bool(tensors), walk)
 
     scale = call.scale if call.softcap is None else 1.0
-    mask, mask_strides, inverse_scale, mask_dtype, tile_map, map_columns = 0, (0, 0, 0, 0), 1.0, None, 0, 0
-    if call.mask is not None:
-        planes = call.mask if call.mask.ndim == 4 else call.mask[None, None]
-        mask, inverse_scale = planes.data_ptr(), 1.0 / scale
-        mask_strides = planes.expand(call.B, call.H, -1, -1).stride()
-        mask_dtype = torch.uint8 if planes.dtype == torch.bool else planes.dtype
-        if call.tile_map is not None:
-            tile_map, map_columns = call.tile_map.data_ptr(), call.tile_map.shape[1]
-
-    lengths = (call.q_offset, call.kv_len, call.kv_start)
-    tensors = [
-        n.to(q.device, non_blocking=True).contiguous() if isinstance(n, Tensor) else None for n in lengths
-    ]
-    tensor_lengths = any(tensor is not None for tensor in tensors)
-
-    constants = _constants(
-        cut.kernel, cut.family, D, call.causal, call.window is not None, call.mask is not None,
-        call.tile_map is not None, call.softcap is not None, tensor_lengths, form, bulk_k, aligned_v,
-        aligned_out, walk,
-    )  # fmt: skip
-    kernel = _kernel(q.device.index, cut, q.dtype, v.dtype, mask_dtype, constants)
     token = _allocation._allocator.set(lambda size, alignment, stream: scratch)
     launching(call)
     try:
-        kernel[call.B * call.Hk * (D // cut.columns), -(-call.S * call.group // cut.tiling.rows), splits](
-            q.data_ptr(), q_strides[0] // q_unit, q_strides[1] // q_unit, q_strides[2] // q_unit,
-            k.data_ptr(), k_strides[0], k_strides[1], k_strides[2] // k_unit,
-            v.data_ptr(), v_strides[0] // v_unit, v_strides[1] // v_unit, v_strides[2] // v_unit,
-            norms, *norm_strides, centroids, code_mask, call.sf,
-            mask, *mask_strides, inverse_scale, tile_map, map_columns,
-            out, out_batch, out_head, out_row, maxima, sums,
-            _P_SCALED if form == "f16" else _P_SCALED * _V_SCALED,
-            *(0 if t is None else t.data_ptr() for t in tensors),
-            *(0 if isinstance(n, Tensor) else n for n in lengths), call.key_offset,
+        _launch(
+            plan.kernel, (*grid, splits), stream,
+            q_at, *plan.q_strides, k_at, *plan.k_strides, v_at, *plan.v_strides,
+            0 if norms is None else norms.data_ptr(), *plan.norm_strides,
+            0 if centroids is None else centroids.data_ptr(), plan.code_mask, call.sf,
+            0 if mask is None else mask.data_ptr(), *plan.mask_strides, 1.0 / scale,
+            0 if call.tile_map is None else call.tile_map.data_ptr(), plan.map_columns,
+            out, *plan.out_strides, maxima, sums, plan.unscale,
+            *addresses, *numbers, call.key_offset,
             min(call.window or 0, LARGEST_POSITION),
-            call.H, call.Hk, call.S, call.C, _factor(scale),
+            q.shape[1], k.shape[1], q.shape[2], k.shape[2], _factor(scale),
             0.0 if call.softcap is None else call.scale / call.softcap, call.softcap or 0.0,
-            first_split, call.B,
-            *constants, stream=stream,
+            first_split, q.shape[0],
+            *plan.constants,
         )  # fmt: skip
     finally:
         _allocation._allocator.reset(token)
 
 
-@cache
-def _constants(
-    kernel: str,
-    family: int,
-    D: int,
-    causal: bool,
-    window: bool,
-    mask: bool,
-    tile_map: bool,
-    softcap: bool,
-    tensor_lengths: bool,
-    form: str,
-    aligned_qk: bool,
-    aligned_v: bool,
-    aligned_out: bool,
-    walk: bool,
-) -> tuple[Any, ...]:
-    """The compile-time constants of the kernel's ``attend``, in its order."""
-    kind = (D, causal, window, mask, tile_map, softcap, tensor_lengths, form, aligned_qk)
-    if kernel == "portable":
-        rows, tile, columns, _, _ = PORTABLE[family, D]
-        return (*kind, aligned_v, aligned_out, walk, PORTABLE_SPLIT[D], rows, tile, columns)
-    bulk_v = form == "f16" and not mask and aligned_qk and aligned_v
-    variant = "copied" if bulk_v else "loaded" if form == "f16" else "converted"
-    return (*kind, bulk_v, aligned_v, aligned_out, walk, HOPPER_SPLIT[D], *HOPPER[D, variant])
-
-
-def build(key: PipelineKey, index: int) -> None:
-    """Compile every kernel that a pipeline's calls launch: with one program for all splits of a row and with
-    one per split, for operands aligned to 16 bytes.
-    """
-    scores = torch.bfloat16 if key.on(322) else torch.float16
-    form = {"v32": "f32", "v16": "f16", "vcodes": "codes"}[key.form]
-    values = {"f32": torch.float32, "f16": torch.float16, "codes": torch.uint8}[form]
-    if key.on(323):
-        form, values = "f32", torch.bfloat16
-    mask = torch.float16 if key.on(300) else None
-    cut = sizes(index, key.head_dim)
-    for walk in (True, False):
-        constants = _constants(
-            cut.kernel, cut.family, key.head_dim, key.on(301), key.on(310), key.on(300), key.on(303),
-            key.on(320), key.on(325), form,
-            True, True, True, walk,
-        )  # fmt: skip
-        _kernel(index, cut, scores, values, mask, constants)
-    for lse in (False, True):
-        _merging(index, "merge_splits", (key.head_dim, min(key.head_dim, merge.COLUMNS), lse))
-    _merging(index, "log_sum_exp", (merge.ROWS,))
-
-
-def _aligned(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether every row begins at a multiple of 16 bytes, and 64 rows span less than 2^31 elements."""
-    batch, head, row, _ = strides
-    unit = 16 // tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and (batch | head | row) % unit == 0 and 0 < row < 2**24
-
-
-@dataclass(frozen=True)
-class _Pointer:
-    """A pointer's type, and whether it is a multiple of 16, as Triton asks a tensor for them."""
-
-    dtype: torch.dtype
-    aligned: bool
-
-    def data_ptr(self) -> int:
-        return 0 if self.aligned else 1
-
-
-def _kernel(
+def _plan(
+    call: AttentionCall,
     index: int,
     cut: Sizes,
-    scores: torch.dtype,
-    values: torch.dtype,
-    mask: torch.dtype | None,
-    constants: tuple[Any, ...],
-) -> Any:
-    """The kernel's ``attend``, compiled for these types and constants."""
-    key = (index, scores, values, mask, constants)
-    found = _COMPILED.get(key)
-    if found is None:
-        kernel, options = hopper.attend, {"num_warps": 4}
-        if cut.kernel == "portable":
-            config = PORTABLE[cut.family, constants[0]]
-            kernel, options = portable.attend, {"num_warps": config.warps, "num_stages": config.stages}
-        aligned_qk = constants[8]
-        at = {parameter.name: i for i, parameter in enumerate(p for p in kernel.params if p.is_constexpr)}
-        types = {
-            "q": _Pointer(scores, aligned_qk),
-            "k": _Pointer(scores, aligned_qk),
-            "v": _Pointer(values, constants[at["V_ALIGNED"]]),
-            "mask": _Pointer(mask or torch.uint8, False),
-            "tile_map": _Pointer(torch.uint8, False),
-            "out": _Pointer(torch.float32, constants[at["OUT_ALIGNED"]]),
-            **dict.fromkeys(("norms", "centroids", "maxima", "sums"), _Pointer(torch.float32, False)),
-            **dict.fromkeys(("q_offsets", "kv_lens", "kv_starts"), _Pointer(torch.int32, False)),
-            **dict.fromkeys(("sf", "inverse_scale", "unscale", "factor", "cap_in", "cap_out"), 1.0),
-        }
-        names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
-        arguments = [types.get(name, 2) for name in names]
-        found = kernel.warmup(*arguments, *constants, grid=(1,), enable_fp_fusion=False, **options)
-        _COMPILED[key] = found
-    return found
+    aligned: tuple[bool, bool, bool],
+    tensor_lengths: bool,
+    walk: bool,
+) -> _Plan:
+    q, k, v = call.q, call.k, call.v
+    aligned_qk = aligned[0] and _aligned_rows(q) and _aligned_rows(k)
+    aligned_v = aligned[1] and _aligned_rows(v)
+    qk_unit = 8 if aligned_qk else 1
+    v_unit = 16 // v.element_size() if aligned_v else 1
+    q_batch, q_head, q_row, _ = (stride // qk_unit for stride in q.stride())
+    k_batch, k_head, k_row, _ = k.stride()
+    v_strides = tuple(stride // v_unit for stride in v.stride()[:3])
+
+    form, norm_strides, code_mask = "f16" if v.dtype == torch.float16 else "f32", (0, 0, 0, 0), 0
+    if call.norms is not None:
+        assert call.centroids is not None
+        form, code_mask = "codes", len(call.centroids) - 1
+        norm_strides = (call.norms if call.norms.ndim == 4 else call.norms[..., None]).stride()
+
+    mask_strides, mask_dtype, map_columns = (0, 0, 0, 0), None, 0
+    if call.mask is not None:
+        planes = call.mask if call.mask.ndim == 4 else call.mask[None, None]
+        mask_strides = planes.expand(call.B, call.H, -1, -1).stride()
+        mask_dtype = torch.uint8 if planes.dtype == torch.bool else planes.dtype
+        map_columns = 0 if call.tile_map is None else call.tile_map.shape[1]
+
+    out_strides, aligned_out = (0, 0, 0), True
+    if walk:
+        assert call.out is not None
+        out_strides = call.out.stride()[:3]
+        aligned_out = aligned[2] and all(stride % 2 == 0 for stride in out_strides)
+        if aligned_out:
+            out_strides = tuple(stride // 2 for stride in out_strides)
+
+    constants = attend_constants(
+        cut,
+        call.D,
+        causal=call.causal,
+        window=call.window is not None,
+        mask=call.mask is not None,
+        tile_map=call.tile_map is not None,
+        softcap=call.softcap is not None,
+        tensor_lengths=tensor_lengths,
+        form=form,
+        aligned_qk=aligned_qk,
+        aligned_v=aligned_v,
+        aligned_out=aligned_out,
+        walk=walk,
+    )
+    return _Plan(
+        kernel=attend_kernel(index, cut, q.dtype, v.dtype, mask_dtype, constants),
+        constants=constants,
+        q_strides=(q_batch, q_head, q_row),
+        # The kernel takes heads and batches of K by elements, and its rows in units of 16 bytes.
+        k_strides=(k_batch, k_head, k_row // qk_unit),
+        v_strides=v_strides,
+        norm_strides=norm_strides,
+        mask_strides=mask_strides,
+        out_strides=out_strides,
+        code_mask=code_mask,
+        map_columns=map_columns,
+        unscale=_P_SCALED if form == "f16" else _P_SCALED * _V_SCALED,
+    )
+
+
+def _aligned_rows(tensor: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes if the first does, and 64 rows span less than 2^31
+    elements.
+    """
+    batch, head, row, _ = tensor.stride()
+    unit = 16 // tensor.element_size()
+    return (batch | head | row) % unit == 0 and 0 < row < 2**24
 
 
 @cache
@@ -343,36 +289,27 @@ def _merge(call: AttentionCall, outputs: _Outputs, rows: int, stream: int) -> No
     assert out is not None
     columns = min(call.D, merge.COLUMNS)
     lse_pointer, lse_strides = (0, (0, 0, 0)) if lse is None else (lse.data_ptr(), lse.stride())
-    kernel = _merging(out.device.index, "merge_splits", (call.D, columns, lse is not None))
-    kernel[rows, call.D // columns, 1](
+    constants = (call.D, columns, lse is not None)
+    _launch(
+        merge_kernel(out.device.index, "merge_splits", constants), (rows, call.D // columns, 1), stream,
         outputs.out, outputs.maxima, outputs.sums, outputs.splits, rows, call.H, call.S,
-        out.data_ptr(), *out.stride()[:3], lse_pointer, *lse_strides, call.D, columns, lse is not None,
-        stream=stream,
+        out.data_ptr(), *out.stride()[:3], lse_pointer, *lse_strides, *constants,
     )  # fmt: skip
 
 
 def _log_sum_exp(call: AttentionCall, outputs: _Outputs, rows: int, stream: int) -> None:
     lse = call.lse
     assert lse is not None
-    kernel = _merging(lse.device.index, "log_sum_exp", (merge.ROWS,))
-    kernel[-(-rows // merge.ROWS), 1, 1](
-        outputs.maxima, outputs.sums, rows, call.H, call.S, lse.data_ptr(), *lse.stride(), merge.ROWS,
-        stream=stream,
+    constants = (merge.ROWS,)
+    _launch(
+        merge_kernel(lse.device.index, "log_sum_exp", constants), (-(-rows // merge.ROWS), 1, 1), stream,
+        outputs.maxima, outputs.sums, rows, call.H, call.S, lse.data_ptr(), *lse.stride(), *constants,
     )  # fmt: skip
 
 
-def _merging(index: int, name: str, constants: tuple[Any, ...]) -> Any:
-    """A kernel of `merge`, compiled."""
-    key = (index, name, constants)
-    found = _COMPILED.get(key)
-    if found is None:
-        kernel = getattr(merge, name)
-        pointers = {"parts": _Pointer(torch.float32, True)} | dict.fromkeys(
-            ("maxima", "sums", "out", "lse"), _Pointer(torch.float32, False)
-        )
-        names = [parameter.name for parameter in kernel.params if not parameter.is_constexpr]
-        arguments = [pointers.get(parameter, 2) for parameter in names]
-        warps = 1 if name == "merge_splits" else 4
-        found = kernel.warmup(*arguments, *constants, grid=(1,), num_warps=warps, enable_fp_fusion=False)
-        _COMPILED[key] = found
-    return found
+def _launch(kernel: Any, grid: tuple[int, int, int], stream: int, *arguments: Any) -> None:
+    """``kernel[grid](*arguments, stream=stream)``, without what only profilers ask for, unless one does."""
+    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        kernel[grid](*arguments, stream=stream)
+    else:
+        kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments)

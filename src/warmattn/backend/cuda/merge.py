@@ -22,7 +22,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def power_of_two(x):
-    """2 ** x of an integral x <= 0, exact down to the smallest subnormal; -inf gives 0."""
+    """2 ** x of an integral x < 128, exact down to the smallest subnormal; -inf gives 0."""
     n = tl.maximum(x, -252.0).to(tl.int32)
     near = tl.maximum(n, -126)
     a = ((near + 127) << 23).to(tl.float32, bitcast=True)

@@ -141,7 +141,7 @@ def _exponents(
     v, n, keep, v_step, norms, norm_row, norm_step, sf, table, spread,
     D: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """`_exponent` of each row of V, int32 ``[TILE]``."""
+    """`_exponent` of each row of V, float32 ``[TILE]``; -inf of rows of zeros."""
     WIDTH: tl.constexpr = min(D, 128)
     w = tl.zeros([TILE], tl.float32)
     if FORM == "codes":
@@ -151,11 +151,11 @@ def _exponents(
         top = tl.abs(_norm_weight(norms, n, keep, 0, norm_row, norm_step, sf, D))
         if D > NORM_BLOCK:
             top = tl.maximum(top, tl.abs(_norm_weight(norms, n, keep, 1, norm_row, norm_step, sf, D)))
-        known = ((top * least >= 0.0009765625) & (top * most < 64.0)) | (top == 0.0)
+        known = ((top * least >= 0.0009765625) & (top * most < 64.0)) | ~keep
         unknown = tl.min(known.to(tl.int32), 0) == 0
     else:
         unknown = True
-    e = tl.zeros([TILE], tl.int32)
+    e = tl.zeros([TILE], tl.float32)
     if unknown:
         largest = tl.zeros([TILE], tl.float32)
         for c in range(D // WIDTH):  # not unrolled: it would take registers for all of the row at once
@@ -163,7 +163,7 @@ def _exponents(
                 w = _norm_weight(norms, n, keep, c * WIDTH // NORM_BLOCK, norm_row, norm_step, sf, D)
             x = _values(v, n, keep, c * WIDTH, v_step, w, table, TILE, WIDTH, FORM)
             largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
-        e = _exponent(largest)
+        e = tl.where(largest == 0.0, float("-inf"), _exponent(largest).to(tl.float32))
     return e
 
 
@@ -171,7 +171,7 @@ def _exponents(
 def _weigh(s, e, base, scaled_base, total, factor, CONVERTED: tl.constexpr):
     """Streaming softmax of one tile: weights as two float16 terms, what the past is rescaled by, and the new
     bases and sum. A weight is ``2 ** (factor * s - base)``, at most 2^15; times V's scaled rows goes the same
-    weight times 2^e, counted from a base of its own.
+    weight times 2^e, counted from a base of its own. Rows of zeros have e = -inf, and no part in that base.
     """
     new = tl.maximum(base, tl.ceil(tl.max(s, 1) * factor) - P_BITS)
     shift = tl.where(new == float("-inf"), 0.0, new)
@@ -183,17 +183,11 @@ def _weigh(s, e, base, scaled_base, total, factor, CONVERTED: tl.constexpr):
         top = tl.max(tl.fma(s, factor, e[None, :]), 1)
         new_scaled = tl.maximum(scaled_base, tl.ceil(top) - P_BITS)
         scaled_shift = tl.where(new_scaled == float("-inf"), 0.0, new_scaled)
-        p = p * _whole_power(shift - scaled_shift)[:, None] * _whole_power(e)[None, :]
+        p = tl.exp2(tl.fma(s, factor, e[None, :] - scaled_shift[:, None]))
         rescale = tl.exp2(scaled_base - scaled_shift)
     high = p.to(tl.float16)
     low = (p - high.to(tl.float32)).to(tl.float16)
     return high, low, rescale, new, new_scaled, total
-
-
-@triton.jit
-def _whole_power(x):
-    """2 ** x of an integral x in [-126, 127]."""
-    return ((x.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -202,7 +196,7 @@ def _add_weighted(
     TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Rescale the accumulators and add P @ V of one tile, by chunks from fresh ones; smallest terms first."""
-    scale = ((-e + (V_BITS + 127)) << 23).to(tl.float32, bitcast=True)
+    scale = power_of_two(V_BITS - tl.where(e == float("-inf"), 0.0, e))
     added = ()
     for c in tl.static_range(len(accumulators)):
         x = _values(v, n, keep, column + c * CHUNK, v_step, w, table, TILE, CHUNK, FORM)
@@ -375,7 +369,7 @@ def attend(
                 if FORM == "codes":
                     w = _norm_weight(norms, n, keep, column // NORM_BLOCK, norm_row, norm_step, sf, D)
                 high, low, rescale, base, scaled_base, total = _weigh(
-                    s, e.to(tl.float32), base, scaled_base, total, factor, CONVERTED
+                    s, e, base, scaled_base, total, factor, CONVERTED
                 )
                 accumulators = _add_weighted(
                     accumulators, rescale, high, low, e, v, n, keep, column, v_step, w, table, TILE, FORM
@@ -384,7 +378,7 @@ def attend(
         # From here on weights are at most 1, of the sum and of the accumulators alike.
         lift = tl.full([ROWS], 1.0, tl.float32)
         if CONVERTED:
-            lift = _whole_power(tl.where(base > float("-inf"), scaled_base - base, 0.0))
+            lift = power_of_two(tl.where(base > float("-inf"), scaled_base - base, 0.0))
         total = total * P_UNIT
         base = base + P_BITS
         weight_before = tl.zeros([ROWS], tl.float32)

@@ -11,6 +11,7 @@ __all__ = [
     "PORTABLE_SPLIT",
     "HopperConfig",
     "PortableConfig",
+    "hopper_variant",
     "portable_family",
 ]
 
@@ -36,16 +37,23 @@ class HopperConfig(NamedTuple):
 
 
 HOPPER = {
-    # (head dim, "copied" in bulk, "loaded" as it is, or "converted"). Shared memory bounds the slots.
-    # With fewer than 64 registers the loaders spill: 4096 x 4096 rows with codes took 0.66 ms on an H200,
-    # with 56 of them 0.70 ms, with 48 of them 0.90 ms.
+    # (head dim, how V comes: "copied" in bulk, "loaded" as it is, "converted" or "decoded"). Shared memory
+    # bounds the slots. With 216 registers the consumers of decoded values spill none: 4096 x 4096 rows took
+    # 0.597 ms on an H200, with 192 of them 0.616 ms; the loaders of float32 then spill: 0.983 for 0.757 ms.
     (256, "copied"): HopperConfig(2, 8, 240, 24),
     (256, "loaded"): HopperConfig(2, 8, 192, 64),
     (256, "converted"): HopperConfig(1, 6, 192, 64),
+    (256, "decoded"): HopperConfig(1, 6, 216, 40),
     (512, "copied"): HopperConfig(1, 4, 240, 24),
     (512, "loaded"): HopperConfig(1, 4, 192, 64),
     (512, "converted"): HopperConfig(1, 2, 192, 64),
+    (512, "decoded"): HopperConfig(1, 2, 216, 40),
 }
+
+
+def hopper_variant(form: str, *, bulk: bool) -> str:
+    """How V of a form (``f16``, ``f32`` for bfloat16 too, ``codes``) comes, in `HOPPER`'s words."""
+    return "copied" if bulk else {"f16": "loaded", "f32": "converted", "codes": "decoded"}[form]
 
 
 PORTABLE_SPLIT = {64: 2048, 128: 2048, 256: 2048, 512: 4096}
