@@ -87,7 +87,7 @@ def sdpa_f32(work: Workload, x: InputSet, form: str, scale: float) -> Iterator[T
     yield scaled_dot_product_attention(q, *expanded, attn_mask=mask, scale=scale)
     rows = q.view(1, work.kv_heads, -1, work.head_dim)
     packed = scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(group, 1), scale=scale)
-    yield packed.view(q.shape)
+    yield packed.reshape(q.shape)
 
 
 def line(row: dict[str, Any]) -> str:

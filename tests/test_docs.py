@@ -6,6 +6,7 @@ import ast
 import importlib
 import pkgutil
 import re
+import runpy
 from functools import reduce
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def test_python_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     for line, source in blocks(page, "python"):
         tree = ast.increment_lineno(ast.parse(source), line - 1)
         exec(compile(tree, name(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "<!-- table: " in page.read_text("utf-8")], ids=name
+)
+def test_tables_of_the_page_are_those_of_the_results(page: Path):
+    tables = runpy.run_path(str(ROOT / "scripts" / "docs_tables.py"))
+    text = page.read_text(encoding="utf-8")
+    assert len(tables["MARKED"].findall(text)) == text.count("<!-- table: ")
+    assert text == tables["filled"](text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
