@@ -31,6 +31,8 @@ PUBLIC_NAMES = (
     "prewarm",
     "explain",
     "backends",
+    "KVCache",
+    "PrefixCache",
     "InvalidInput",
     "Unsupported",
     "PRECISE_D256_KERNEL_NAMES",
@@ -48,8 +50,9 @@ LAYERS = (
     ("backend",),
     ("plan", "ops"),
     ("api",),
-    ("testing", "workloads"),
+    ("cache", "testing", "workloads"),
     ("verification", "integrations", "model"),
+    ("hf",),
     ("cli",),
     ("__main__",),
 )
@@ -130,6 +133,28 @@ def test_unknown_name_is_an_attribute_error():
         warmattn.flash  # noqa: B018
 
 
+def test_hf_is_resolved_when_it_is_asked_for():
+    assert "hf" in dir(warmattn)
+    assert "hf" not in warmattn.__all__, "it needs an extra"
+    loaded_by("import warmattn; warmattn.hf.register()\nfrom warmattn.hf import WarmCache")
+
+
+def test_hf_names_its_extra():
+    loaded_by(
+        """
+import sys
+sys.modules["transformers"] = None  # as if it were not installed
+import warmattn
+try:
+    warmattn.hf
+except warmattn.Unsupported as error:
+    assert str(error) == 'warmattn.hf: needs Transformers: pip install "warmattn[hf]"', error
+else:
+    raise AssertionError("no error")
+"""
+    )
+
+
 def test_importing_the_package_loads_nothing_else():
     loaded = loaded_by("import warmattn")
     assert {name for name in loaded if name.startswith("warmattn")} == {"warmattn"}
@@ -156,8 +181,8 @@ def test_imports_flow_one_way(module: str, path: Path):
 
 
 def test_base_install_needs_only_what_is_declared():
-    """What a module imports at its top is a dependency of the base install; extras are reached lazily, and a
-    backend's kernels, which are imported when first needed, may import its own.
+    """What a module imports at its top is a dependency of the base install; extras are reached lazily, and
+    what is imported when first needed, as a backend's kernels are, may import its own.
     """
     pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     declared = {requirement.split(">=")[0] for requirement in pyproject["project"]["dependencies"]}
@@ -168,5 +193,6 @@ def test_base_install_needs_only_what_is_declared():
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.split(".")[0])
-        allowed = declared | ({"triton"} if module.startswith("backend.cuda.") else set())
+        own = {"backend.cuda.": {"triton"}, "integrations.transformers": {"transformers"}}
+        allowed = declared.union(*(names for place, names in own.items() if module.startswith(place)))
         assert imported - sys.stdlib_module_names - {"warmattn"} <= allowed, module

@@ -15,6 +15,8 @@ _HOMES = {
     "attention": "warmattn.api",
     "explain": "warmattn.api",
     "backends": "warmattn.backend",
+    "KVCache": "warmattn.cache.kv",
+    "PrefixCache": "warmattn.cache.prefix",
     "Codebook": "warmattn.codec.codebook",
     "decode_values": "warmattn.codec.turboquant",
     "encode_values": "warmattn.codec.turboquant",
@@ -35,9 +37,15 @@ _HOMES = {
     "tile_map": "warmattn.visibility",
 }
 
+_EXTRAS = ("hf",)
+"""Modules that need the extra of that name; not in ``__all__``, which every install can import whole."""
+
 if TYPE_CHECKING:
+    from warmattn import hf as hf  # not in __all__
     from warmattn.api import attention, explain, prewarm
     from warmattn.backend import backends
+    from warmattn.cache.kv import KVCache
+    from warmattn.cache.prefix import PrefixCache
     from warmattn.codec.codebook import Codebook
     from warmattn.codec.turboquant import decode_values, encode_values, unrotate
     from warmattn.codec.values import CodedValues
@@ -62,6 +70,8 @@ __all__ = [
     "External",
     "Full",
     "InvalidInput",
+    "KVCache",
+    "PrefixCache",
     "Unsupported",
     "Window",
     "attention",
@@ -77,13 +87,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name in _EXTRAS:
+        value = importlib.import_module(f"warmattn.{name}")
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
         raise AttributeError(f"module 'warmattn' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_EXTRAS})

@@ -50,7 +50,7 @@ from warmattn.codec.values import HEAD_DIMS, CodedValues, check_coded, check_hea
 from warmattn.errors import InvalidInput, Unsupported
 from warmattn.memory import overlap, repeats_memory
 
-__all__ = ["decode_rows", "decode_values", "encode_values", "unrotate"]
+__all__ = ["decode_rows", "decode_values", "encode_rows", "encode_values", "unrotate"]
 
 # Values worked on at a time; no bit depends on it. On a CPU the temporaries of a chunk stay in a core's L2
 # cache; elsewhere a chunk is large enough to hide its launches, and still only tens of MiB.
@@ -112,21 +112,7 @@ def encode_values(
     if out is not None:
         _check_out(out, x, codebook, signs, sf)
 
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    norms = torch.empty(*x.shape[:-1], norm_blocks(D), dtype=torch.float32, device=x.device)
-    broken = torch.empty(x.shape[:-1], dtype=torch.bool, device=x.device)
-    centroids = codebook.on(x.device)
-    kernels = row_kernels(x.device)
-    if kernels is not None:
-        kernels.encode(x, signs, centroids, sf, codes, norms, broken)
-    else:
-        tree = _search_tree(centroids)
-        for box in _chunks(x):
-            rows = x[box].reshape(-1, D)
-            coded_rows = _encode_rows(rows, signs, tree, sf)
-            for target, coded in zip((codes, norms, broken), coded_rows, strict=True):
-                target[box] = coded.view_as(target[box])
-
+    codes, norms, broken = encode_rows(x, codebook, signs, sf)
     nonfinite_rows = int(broken.sum())
     if nonfinite_rows and nonfinite == "refuse":
         first = tuple(broken.nonzero()[0].tolist())
@@ -196,6 +182,32 @@ def unrotate(o: Tensor, *, signs: Tensor | None = None) -> Tensor:
     return result
 
 
+def encode_rows(
+    x: Tensor, codebook: Codebook, signs: Tensor, sf: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps 1 to 7 for rows ``[..., D]`` of any leading axes, unchecked. The host waits for nothing.
+
+    Returns:
+        u8 codes ``[..., D]``, f32 norms ``[..., n]``, and bool ``[...]``: the row was not finite, or its norm
+        was not, and is coded as zeros.
+    """
+    D = x.shape[-1]
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    norms = torch.empty(*x.shape[:-1], norm_blocks(D), dtype=torch.float32, device=x.device)
+    broken = torch.empty(x.shape[:-1], dtype=torch.bool, device=x.device)
+    centroids = codebook.on(x.device)
+    kernels = row_kernels(x.device)
+    if kernels is not None:
+        kernels.encode(x, signs, centroids, sf, codes, norms, broken)
+        return codes, norms, broken
+    tree = _search_tree(centroids)
+    for box in _chunks(x):
+        rows = x[box].reshape(-1, D)
+        for target, coded in zip((codes, norms, broken), _encode_few(rows, signs, tree, sf), strict=True):
+            target[box] = coded.view_as(target[box])
+    return codes, norms, broken
+
+
 def decode_rows(codes: Tensor, norms: Tensor, centroids: Tensor, sf: float) -> Tensor:
     """Steps 8 and 9 for a few rows, unchecked.
 
@@ -210,7 +222,7 @@ def decode_rows(codes: Tensor, norms: Tensor, centroids: Tensor, sf: float) -> T
     return values.view(N, n, D // n).mul_(weights[..., None]).view(N, D)
 
 
-def _encode_rows(x: Tensor, signs: Tensor, tree: Tensor, sf: float) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_few(x: Tensor, signs: Tensor, tree: Tensor, sf: float) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 1 to 7 for a few rows ``[N, D]``, unchecked.
 
     Returns:

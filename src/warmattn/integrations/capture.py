@@ -6,7 +6,6 @@ language model of the Gemma 4 architecture, described in ``demo_model/README.md`
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from warmattn.errors import InvalidInput, Unsupported
+from warmattn.integrations.arguments import INEXPRESSIBLE, require_transformers
 from warmattn.visibility import Causal, Window
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 _NAME = "warmattn_capture"
 """Of the recording attention function, in Transformers' two registries."""
-
-_INEXPRESSIBLE = ("softcap", "s_aux", "position_bias")
-"""Arguments of an attention function that change its result and that `CapturedLayer` cannot say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +69,10 @@ def load_demo_model() -> Gemma4ForCausalLM:
     Raises:
         Unsupported: Transformers is not installed.
     """
-    _require_transformers("load_demo_model")
+    require_transformers("load_demo_model")
     from transformers import Gemma4ForCausalLM
 
-    with _no_progress_bar():
+    with no_progress_bar():
         return Gemma4ForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
 
 
@@ -105,7 +102,7 @@ def capture(
         Unsupported: Transformers is not installed; or a layer attends in a way that `CapturedLayer` cannot
             say (another mask, a softcap, sinks, a position bias, dropout, K or Q past the range of float16).
     """
-    _require_transformers("capture")
+    require_transformers("capture")
     config = model.config.get_text_config()
     wanted = range(config.num_hidden_layers) if layers is None else layers
     if not set(wanted) <= set(range(config.num_hidden_layers)):
@@ -163,7 +160,7 @@ class _Recorder:
         layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
         if layer not in self.wanted:
             return
-        for name in _INEXPRESSIBLE:
+        for name in ("softcap", *INEXPRESSIBLE):
             if arguments.get(name) is not None:
                 raise Unsupported(f"layer {layer} attends with {name}", op="capture")
         if arguments.get("dropout"):
@@ -259,7 +256,7 @@ def _refuse(operand: str, expected: str, got: object) -> None:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """Inside, Transformers loads in silence: four megabytes are no progress to watch."""
     from transformers.utils import logging
 
@@ -270,8 +267,3 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _require_transformers(op: str) -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise Unsupported('needs Transformers: pip install "warmattn[hf]"', op=op)

@@ -1,0 +1,1 @@
+"""Caches that attention reads in place, and the reuse of their prefixes."""
