@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -99,10 +100,14 @@ def _run(rows: _Rows) -> None:
 
 
 def _search_tree(boundaries: Tensor) -> Tensor:
-    """Sorted boundaries as a binary tree, f32 ``[2^bits]``: root at 1, children of k at 2k and 2k + 1."""
-    count = boundaries.numel() + 1
-    tree = boundaries.new_zeros(count)
-    for level in range(count.bit_length() - 1):
-        stride = count >> level
-        tree[1 << level : 2 << level] = boundaries[stride // 2 - 1 :: stride]
-    return tree
+    """Sorted boundaries as a binary tree, f32 ``[2^bits]``: root at 1, children of k at 2k and 2k + 1. Entry
+    0 is not read.
+    """
+    return torch.cat((boundaries[:1], boundaries[_level_order(boundaries.numel() + 1)]))
+
+
+@cache
+def _level_order(count: int) -> Tensor:
+    """Of a complete binary search tree with count - 1 nodes: the rank of each, level by level."""
+    strides = [count >> level for level in range(count.bit_length() - 1)]
+    return torch.cat([torch.arange(stride // 2 - 1, count - 1, stride) for stride in strides])
