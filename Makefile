@@ -7,13 +7,17 @@ KERNELS := CMakeLists.txt $(wildcard src/warmattn/backend/cpu/native/*)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: demo test compile-all compile-newer sanitize check docs bench clean
+.PHONY: demo test outside compile-all compile-newer sanitize check docs bench clean
 
 demo: $(VENV)/.package
 	$(BIN)/warmattn demo
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
+# Transformers' own model tests, on our attention and on stock "sdpa".
+outside: $(VENV)/.outside
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/test_transformers_suite.py
 
 # The kernels for GPUs, all of them, without a GPU.
 compile-all: $(VENV)/.test
@@ -58,6 +62,10 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml $(KERNELS)
 
 $(VENV)/.test: $(VENV)/.package
 	$(INSTALL) --group test --group oracle
+	touch $@
+
+$(VENV)/.outside: $(VENV)/.package
+	$(INSTALL) --group outside
 	touch $@
 
 $(VENV)/triton-newer/triton: $(VENV)/.test

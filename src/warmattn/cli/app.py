@@ -90,26 +90,28 @@ def run(
 @app.command(epilog=EXIT_CODES)
 def demo(
     text_file: Annotated[
-        Path | None,
-        typer.Argument(help="Any file; its bytes are the tokens.", show_default="a text of our own"),
+        Path | None, typer.Argument(help="Any file with text.", show_default="a text of our own")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where pictures go.")] = Path(
         "demo-out"
     ),
-    tokens: Annotated[int, typer.Option(min=1, max=8192, help="Bytes of the text to take, at most.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1, max=8192, help="Tokens of the text, at most.")] = 2048,
+    model: Annotated[
+        str, typer.Option(help="demo: ships with warmattn; gemma3-270m: the real one, an extra.")
+    ] = "demo",
     save_calls: Annotated[
         bool, typer.Option("--save-calls", help="Also save each layer as a FILE for `run`.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Resume a real model's attention in chunks and hold it to the cold run, in every V form.
+    """Resume a model's attention in chunks and hold it to the cold run, in every V form; then let it write.
 
-    Saves the table as SVG and, with matplotlib, a chart as PNG. Exits with 1 if any bit differs.
+    Saves the tables as SVG and, with matplotlib, a chart as PNG. Exits with 1 if any bit differs.
     """
     _require_torch()
     from warmattn.cli import demo as command
 
-    command.demo(text_file, out, tokens, save_calls, as_json)
+    command.demo(text_file, out, tokens, model, save_calls, as_json)
 
 
 @app.command(epilog=EXIT_CODES)

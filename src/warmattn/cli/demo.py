@@ -1,4 +1,6 @@
-"""``warmattn demo``: a real model's attention, cold in one call and warm in chunks, in every V form."""
+"""``warmattn demo``: a real model's attention, cold in one call and warm in chunks, in every V form; then the
+text that the model writes with it.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,13 @@ from torch import Tensor
 import warmattn
 from warmattn import reference
 from warmattn.cli.console import console, duration, facts, print_json, stderr, table
+from warmattn.cli.generation import generations, legend_of, table_of
 from warmattn.cli.group import ExitCode
 from warmattn.cli.pictures import save_chart, save_svg
 from warmattn.codec.values import CodedValues
 from warmattn.errors import InvalidInput
-from warmattn.integrations.capture import (
-    CapturedLayer,
-    capture,
-    load_demo_model,
-    load_demo_text,
-    save_capture,
-)
+from warmattn.integrations.capture import CapturedLayer, capture, load_demo_text, save_capture
+from warmattn.integrations.text_models import load_text_model
 from warmattn.testing import make_values, relative_error
 
 __all__ = ["Row", "demo"]
@@ -77,34 +75,38 @@ class Row:
         return "causal" if self.window is None else f"window {self.window}"
 
 
-def demo(text_file: Path | None, out: Path, tokens: int, save_calls: bool, as_json: bool) -> None:
-    """Run the demo, print its table and save its pictures.
+def demo(text_file: Path | None, out: Path, tokens: int, model: str, save_calls: bool, as_json: bool) -> None:
+    """Run the demo, print its tables and save its pictures.
 
     Raises:
         OSError: the text cannot be read or a picture not be written.
-        InvalidInput: the text is empty.
-        Unsupported: Transformers is not installed.
+        InvalidInput: the text is empty, or the model not one of `MODELS`.
+        Unsupported: Transformers or the model is not installed.
         typer.Exit: with 1, when any bit differs between warm and cold.
     """
     text = load_demo_text() if text_file is None else text_file.read_bytes()
     if not text:
         raise InvalidInput("text_file", expected="at least one byte", got=f"{text_file}, empty", op="demo")
-    text = text[:tokens]
-    out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with stderr().status("loading the model") as spinner:
-        layers = _one_of_each_kind(capture(load_demo_model(), text))
+        loaded = load_text_model(model)
+        out.mkdir(parents=True, exist_ok=True)
+        some = text[: 64 * tokens]  # of a long file, no more than is needed: tokens are far shorter
+        ids = [*loaded.start, *loaded.encode(some)][:tokens]
+        layers = _one_of_each_kind(capture(loaded.model, ids))
         rows = []
         for layer in layers:
             true = _oracle(layer, layer.v)
             for form in FORMS:
                 spinner.update(f"layer {layer.layer}, head dim {layer.head_dim}, V {form}")
                 rows.append(_measure(layer, form, true))
+        spinner.update("the model writes")
+        written = generations(loaded, ids, FORMS)
     seconds = time.perf_counter() - start
 
     source = "the demo text" if text_file is None else text_file.name
-    title = f"Warm against cold: {len(text):,} bytes of {source}"
-    picture = Group(_table(title, rows), _legend(rows))
+    title = f"Warm against cold: {len(ids):,} tokens of {source}"
+    picture = Group(_table(title, rows), _legend(rows), "", table_of(written), legend_of(written))
     saved = [save_svg(picture, out / "demo.svg")]
     chart = save_chart(rows, title, out / "demo.png")
     saved += [] if chart is None else [chart]
@@ -112,18 +114,20 @@ def demo(text_file: Path | None, out: Path, tokens: int, save_calls: bool, as_js
         for layer in layers:
             saved.append(out / f"layer-{layer.layer}.safetensors")
             save_capture(saved[-1], layer)
-    passed = all(row.bits_equal for row in rows)
+    passed = all(row.bits_equal for row in (*rows, *written))
     if as_json:
         print_json(
             "demo",
             {
+                "model": model,
                 "text": source,
-                "tokens": len(text),
+                "tokens": len(ids),
                 "chunks": list(CHUNKS),
                 "seconds": seconds,
                 "passed": passed,
                 "saved": [str(path) for path in saved],
                 "rows": [{**asdict(row), "bits_equal": row.bits_equal} for row in rows],
+                "generations": [{**asdict(row), "bits_equal": row.bits_equal} for row in written],
             },
         )
     else:
