@@ -51,7 +51,7 @@ LAYERS = (
     ("plan", "ops"),
     ("api",),
     ("cache", "testing", "workloads"),
-    ("verification", "integrations", "model"),
+    ("verification", "integrations", "model", "distributed"),
     ("hf",),
     ("cli",),
     ("__main__",),
@@ -131,6 +131,11 @@ def test_public_name_resolves(name: str):
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'flash'"):
         warmattn.flash  # noqa: B018
+
+
+def test_distributed_is_resolved_when_it_is_asked_for():
+    assert "distributed" in dir(warmattn)
+    assert "torch.distributed.tensor" not in loaded_by("import warmattn; warmattn.distributed.attention")
 
 
 def test_hf_is_resolved_when_it_is_asked_for():

@@ -37,11 +37,14 @@ _HOMES = {
     "tile_map": "warmattn.visibility",
 }
 
-_EXTRAS = ("hf",)
-"""Modules that need the extra of that name; not in ``__all__``, which every install can import whole."""
+_MODULES = ("distributed", "hf")
+"""Not in ``__all__``, which every install can import whole: hf needs an extra, distributed a torch built
+with it.
+"""
 
 if TYPE_CHECKING:
-    from warmattn import hf as hf  # not in __all__
+    from warmattn import distributed as distributed  # not in __all__
+    from warmattn import hf as hf
     from warmattn.api import attention, explain, prewarm
     from warmattn.backend import backends
     from warmattn.cache.kv import KVCache
@@ -87,7 +90,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXTRAS:
+    if name in _MODULES:
         value = importlib.import_module(f"warmattn.{name}")
     elif name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -98,4 +101,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_EXTRAS})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -65,6 +65,10 @@ class Backend(Protocol):
 
     def tiling(self, head_dim: int) -> Tiling: ...
 
+    def exponential(self, call: AttentionCall) -> Exponential:
+        """What weighs the partial results of this call, as `SplitPartials` has it."""
+        ...
+
     def prepare(self, keys: Sequence[PipelineKey], device: torch.device) -> None:
         """Do beforehand what makes building these pipelines quick; raise nothing that `build` would name."""
         ...

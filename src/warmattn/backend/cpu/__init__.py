@@ -9,6 +9,7 @@ import torch
 from warmattn.backend import SplitPartials, Tiling
 from warmattn.backend.cpu import native, torch_ops
 from warmattn.call import AttentionCall
+from warmattn.partials import Exponential
 from warmattn.pipelines import PipelineKey
 
 __all__ = ["BACKEND", "CpuBackend"]
@@ -30,6 +31,9 @@ class CpuBackend:
     def tiling(self, head_dim: int) -> Tiling:
         isa = native.selected_isa()
         return torch_ops.TILING if isa is None else native.tiling(isa)
+
+    def exponential(self, call: AttentionCall) -> Exponential:
+        return native.exponential_of(call)
 
     def prepare(self, keys: Sequence[PipelineKey], device: torch.device) -> None:
         """Nothing to prepare, as there is nothing to build."""

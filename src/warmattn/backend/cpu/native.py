@@ -26,6 +26,7 @@ __all__ = [
     "DTYPES",
     "Isa",
     "centroids_by_byte",
+    "exponential_of",
     "isas",
     "load_library",
     "refusal",
@@ -166,7 +167,7 @@ def tiling(isa: Isa) -> Tiling:
 def run(isa: Isa, call: AttentionCall) -> None:
     """Write ``call.out``, and ``call.lse`` unless it is ``None``."""
     assert call.out is not None
-    exponential = _exponential(call)
+    exponential = exponential_of(call)
     native = _describe(call, exponential)
     native.out = call.out.data_ptr()
     native.out_batch, native.out_head, native.out_row, _ = call.out.stride()
@@ -181,7 +182,7 @@ def run(isa: Isa, call: AttentionCall) -> None:
 
 def run_partials(isa: Isa, call: AttentionCall) -> SplitPartials:
     """Partial results per split, for the splits that any row of the call sees a key of (at least one)."""
-    native = _describe(call, _exponential(call))
+    native = _describe(call, exponential_of(call))
     first, end = _visible_splits(call)
     shape = (end - first, *call.q.shape)
     maximum, total, accumulator = (
@@ -191,7 +192,7 @@ def run_partials(isa: Isa, call: AttentionCall) -> SplitPartials:
     native.first_split, native.splits = first, end - first
     native.maximum, native.sum, native.accumulator = (part.data_ptr() for part in partials)
     _attend(isa, native)
-    return SplitPartials(first, partials, _exponential(call))
+    return SplitPartials(first, partials, exponential_of(call))
 
 
 def _attend(isa: Isa, native: _Call) -> None:
@@ -201,7 +202,8 @@ def _attend(isa: Isa, native: _Call) -> None:
         raise MemoryError("attention: no memory for the workspace of the CPU kernels")
 
 
-def _exponential(call: AttentionCall) -> Exponential:
+def exponential_of(call: AttentionCall) -> Exponential:
+    """What weighs the call's scores: with a softcap they are scaled already."""
     return Exponential.of(call.D, 1.0 if call.softcap is not None else call.scale)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from warmattn.backend import SplitPartials, Tiling
 from warmattn.call import AttentionCall
+from warmattn.partials import Exponential
 from warmattn.pipelines import PipelineKey
 
 __all__ = ["BACKEND", "CudaBackend"]
@@ -40,6 +41,11 @@ class CudaBackend:
         from warmattn.backend.cuda import kernels
 
         return kernels.sizes(torch.cuda.current_device(), head_dim).tiling
+
+    def exponential(self, call: AttentionCall) -> Exponential:
+        from warmattn.backend.cuda import launch
+
+        return launch.BASE_TWO
 
     def prepare(self, keys: Sequence[PipelineKey], device: torch.device) -> None:
         from warmattn.backend.cuda.building import build_side_by_side
