@@ -144,21 +144,21 @@ def moved(queries: str) -> tuple[int, int]:
     return traffic.sent, traffic.received
 
 
+def moved_by_both() -> tuple[tuple[int, int], tuple[int, int]]:
+    return moved("replicated"), moved("sharded")
+
+
 def test_bytes_that_travel(tmp_path: Path) -> None:
-    """One split a rank: 12 rows of 64 + 2 numbers, 4 of them merged on each rank, and 64 + 1 numbers back."""
+    """Replicated, one split a rank: 12 rows of 64 + 2 numbers, 4 of them merged on each rank, and 64 + 1
+    numbers back. Sharded, a key of 2 heads is 64 float16, 64 codes and a norm each; blocks pass through the
+    rank in the middle.
+    """
     partials = 2 * 4 * (66 + 65) * 4
-    outcomes = run_ranks(3, tmp_path, moved, "replicated")
-    assert [outcome.value for outcome in outcomes] == [(partials, partials)] * 3
-
-
-def test_bytes_of_keys_that_travel(tmp_path: Path) -> None:
-    """A key of 2 heads: 64 float16, 64 codes and a norm each. Blocks pass through the rank in the middle."""
     key = 2 * (2 * 64 + 64 + 4)
     first, second, third = 4096 * key, 4096 * key, (9000 - 8192) * key
-    outcomes = run_ranks(3, tmp_path, moved, "sharded")
-    # The rows of the first and second rank see keys of the third, but for the last ones.
+    outcomes = run_ranks(3, tmp_path, moved_by_both)
     assert [outcome.value for outcome in outcomes] == [
-        (first, second + third),
-        (first + second + second + third, first + third),
-        (third, first + second),
+        ((partials, partials), (first, second + third)),
+        ((partials, partials), (first + second + second + third, first + third)),
+        ((partials, partials), (third, first + second)),
     ]
