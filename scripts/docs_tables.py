@@ -62,6 +62,20 @@ def described(work: Workload) -> str:
     return f"{work.rows:,} × {work.keys:,}{window}, D {work.head_dim}, H {work.heads}, Hk {work.kv_heads}"
 
 
+def h200_short() -> str:
+    """A cold prefill and a long resume of both head dims."""
+    best = {(row["shape"], row["contender"], row["values"]): row for row in load("h200-attention.json")}
+    shown = [contender for contender in CONTENDERS if contender != ("warmattn", "f32")]
+
+    def line(name: str) -> list[str]:
+        work = next(work for work in H200_WORKLOADS if work.name == name)
+        rows = (best.get((name, *contender)) for contender in shown)
+        return [described(work), *("" if row is None else f"{row['ms']:.3g}" for row in rows)]
+
+    header = ["rows × keys", *(CONTENDERS[contender] for contender in shown)]
+    return markdown(header, map(line, ("S1", "S3", "S4", "S6")))
+
+
 def h200_host() -> str:
     host = {
         (row["contender"], row["values"]): row["host_us"]
@@ -98,11 +112,43 @@ def h200_accuracy() -> str:
     return markdown(["D", "T", "warmattn", "SDPA f32", "of the bound, at worst"], lines)
 
 
+def figures(name: str) -> dict[str, Row]:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))["figures"]["contenders"]
+
+
+def transformers_quality() -> str:
+    """Divergence from float32 eager attention, and how often the first choice is the same."""
+    lines = [
+        [name, f"{row['kl_mean']:.1e}", f"{row['kl_99th_percentile']:.1e}", f"{row['same_first_choice']:.2%}"]
+        for name, row in figures("transformers_quality.json").items()
+    ]
+    return markdown(["", "KL, mean", "KL, 99 %", "same first choice"], lines)
+
+
+def time_to_first_token() -> str:
+    lines = [
+        [
+            name,
+            f"{row['cold_s']:.2f}",
+            f"{row['warm_s']:.2f}",
+            f"{row['speedup']:.1f}",
+            f"{row['bytes_per_token_and_full_layer']:,}",
+            f"{row['bytes'] / 1e6:.1f}",
+        ]
+        for name, row in figures("time_to_first_token.json").items()
+    ]
+    header = ["", "cold, s", "warm, s", "cold / warm", "bytes of a token and full layer", "cache, MB"]
+    return markdown(header, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "h200-attention": h200_attention,
     "h200-errors": h200_errors,
     "h200-host": h200_host,
+    "h200-short": h200_short,
     "h200-accuracy": h200_accuracy,
+    "transformers-quality": transformers_quality,
+    "time-to-first-token": time_to_first_token,
 }
 
 
