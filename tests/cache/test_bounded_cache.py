@@ -71,6 +71,21 @@ def test_narrower_window_and_padding(seed: int):
         assert_same_bits(cache.attention(last, **options), cold[:, :, -40:])
 
 
+@pytest.mark.parametrize(
+    "wrong", [-1, 1.5, True, "1", torch.tensor([-1, 0], dtype=torch.int32), torch.ones(2)]
+)
+def test_padding_that_is_no_position_is_refused(wrong: Any, seed: int):
+    """As it is before anything was dropped."""
+    cache, rows = bounded(seed, TOKENS, window=200, room=500)
+    for of in (cache, cache.clone()):
+        with pytest.raises(InvalidInput, match="kv_start: expected"):
+            of.attention(rows[0][:, :, -40:], kv_start=wrong)
+        of.reset()
+        of.append(*(part[:, :, :40] for part in rows[1:]))
+        with pytest.raises(InvalidInput, match="kv_start: expected"):
+            of.attention(rows[0][:, :, :40], kv_start=wrong)
+
+
 def test_rewinds_as_far_as_it_says(seed: int):
     window = 300
     cache, (q, k, v) = bounded(seed, TOKENS, window=window, room=500)
@@ -111,6 +126,8 @@ def test_refused_where_it_does_not_fit(seed: int):
     with pytest.raises(InvalidInput, match=r"capacity \(4195\) < window \(100\) \+ 4096"):
         KVCache(1, 1, 4195, 64, window=100)
     cache = new_cache(100 + DROPPED_ROWS, window=100)
+    with pytest.raises(InvalidInput, match=r"clone: capacity: .*capacity \(4195\) < window \(100\) \+ 4096"):
+        cache.clone(capacity=4195)
     _, k, v = make_rows(seed, 100 + DROPPED_ROWS)
     cache.append(k[:, :, : 98 + DROPPED_ROWS], v[:, :, : 98 + DROPPED_ROWS])  # one row short of a drop
     before = all_bytes(cache)

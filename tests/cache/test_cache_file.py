@@ -204,6 +204,20 @@ def test_what_is_not_finite_is_not_saved(seed: int, path: Path):
     assert not path.exists()
 
 
+def test_what_the_system_refuses_names_the_path(seed: int, path: Path):
+    """Whether PyTorch, Python or safetensors meets it."""
+    cache, nowhere = filled(seed, 7), path / "cache"
+    with pytest.raises(OSError, match=f"{nowhere}: .*No such file"):
+        cache.save(nowhere)
+    with pytest.raises(FileNotFoundError, match=str(nowhere)):
+        KVCache.load(nowhere)
+    path.mkdir()
+    for operation in (cache.save, KVCache.load):
+        with pytest.raises(IsADirectoryError, match=str(path)):
+            operation(path)
+    assert list(path.parent.rglob("*")) == [path]
+
+
 def test_a_failed_save_leaves_nothing_behind(seed: int, path: Path, monkeypatch: pytest.MonkeyPatch):
     old = filled(seed, 7)
     old.save(path)

@@ -105,7 +105,7 @@ def test_bytes_of_a_token(values: str):
 
 @pytest.mark.parametrize("values", ["f16", "codes6"])
 def test_crop_and_reset_forget(values: str, seed: int, device: torch.device):
-    cache, _ = filled(seed, 30, values=values, device=device), None
+    cache = filled(seed, 30, values=values, device=device)
     q, k, v = make_rows(seed, 30, device=device)
     whole = cache.attention(q)
     addresses = [store.data_ptr() for store in stores(cache).values()]
@@ -245,6 +245,7 @@ def test_refused_construction():
     wrong("head dim 96; supported are 64", head_dim=96)
     wrong("keys: expected float16 or bfloat16, got torch.float32", keys=torch.float32)
     wrong("values: expected one of f32, f16, bf16, codes5, codes6, codes8, got 'f8'", values="f8")
+    wrong(r"values: expected one of .*, got \['f16'\]", values=["f16"])
     wrong("codebook: expected None with values='f16'", codebook=Codebook.lloyd_max(8))
     wrong("signs: expected None with values='f16'", signs=default_signs(64))
     wrong("codebook: expected a Codebook, got Tensor", values="codes8", codebook=torch.zeros(256))
@@ -297,8 +298,7 @@ def test_rows_not_finite_in_the_store_are_refused(values: str, bad: float, seed:
         lambda: cache.append(broken, v, check=True),
         cache,
     )
-    holds_1e5 = values not in ("f16",)
-    if bad == 1e5 and holds_1e5:
+    if bad == 1e5 and values != "f16":
         cache.append(k, broken, check=True)
         assert cache.length == 35
     else:

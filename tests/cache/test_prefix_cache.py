@@ -122,16 +122,16 @@ def test_what_is_stored_is_a_copy(seed: int):
     assert all_bytes(hit.cache.snapshot(30).rows) == expected
 
 
-@pytest.mark.parametrize("more", [0, 4])
-def test_tokens_of_any_kind(more: int, seed: int):
+@pytest.mark.parametrize(("rows", "kept"), [(6, 4), (4, 4), (2, 2)])
+def test_tokens_of_any_kind(rows: int, kept: int, seed: int):
     """Where tokens and rows do not end together, what both have is kept."""
     tokens = [7, 8, 9, 2**40]
     for given_tokens in (tokens, tuple(tokens), np.array(tokens), torch.tensor(tokens)):
         prefixes = PrefixCache(10**6)
-        prefixes.insert(given_tokens, filled(seed, 4 - more // 2 if more else 6))
+        prefixes.insert(given_tokens, filled(seed, rows))
         hit = prefixes.find([*tokens, 1])
         assert hit is not None
-        assert hit.length == (2 if more else 4)
+        assert hit.length == kept
     prefixes = PrefixCache(10**6)
     many: tuple[Any, ...] = ([[1, 2]], [1.5], torch.zeros(2, 2, dtype=torch.int64), "ab", [True, False], 3)
     for wrong in many:
@@ -217,3 +217,7 @@ def test_public_protocol_is_met_by_kv_cache(seed: int):
     cache: KVCache = filled(seed, 4)
     assert prefixes.insert([1, 2, 3, 4], cache)
     assert prefixes.insert([5], Plain([5]))
+
+
+def test_an_empty_one_counts_as_there() -> None:
+    assert PrefixCache(1)

@@ -149,6 +149,12 @@ def test_what_cannot_be_expressed_is_refused(seed: int, arguments: dict[str, Any
     attend(layer(), q, k, v, None, **nothing)
 
 
+def test_a_window_without_causality_needs_a_mask(seed: int):
+    q, k, v = operands(seed)
+    with pytest.raises(Unsupported, match="window that is not causal needs a mask"):
+        attend(layer(), q, k, v, None, sliding_window=3, is_causal=False)
+
+
 @pytest.mark.parametrize("D", [32, 80, 96, 192])
 def test_other_head_dims_are_refused(D: int):
     rows = torch.zeros(1, 1, 2, D)
@@ -170,6 +176,13 @@ def test_float_masks_that_float16_cannot_hold_are_refused(seed: int):
     q, k, v = operands(seed)
     with pytest.raises(Unsupported, match="float16 does not hold"):
         attend(layer(), q, k, v, torch.full((1, 1, S, T), -1000.3))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_masks_of_ints_are_refused(seed: int, dtype: torch.dtype):
+    """Zeros that mean "hidden" would hide nothing."""
+    with pytest.raises(InvalidInput, match=f"mask: expected bool or a float dtype, got {dtype}"):
+        attend(layer(), *operands(seed), torch.ones(1, 1, S, T, dtype=dtype).tril())
 
 
 @pytest.mark.parametrize("shape", [(2, 1, S, T + 1), (2, 1, S + 1, T)])

@@ -19,7 +19,7 @@ from warmattn.hf import WarmCache
 from warmattn.integrations.transformers.attention import attend
 from warmattn.integrations.transformers.cache import WarmLayer
 from warmattn.integrations.transformers.cached import CachedKeys, CachedValues
-from warmattn.testing import relative_error
+from warmattn.testing import assert_same_bits, relative_error
 
 B, Hk, D, CAPACITY = 2, 1, 64, 16
 
@@ -86,6 +86,24 @@ def test_tensors_of_the_cache_cannot_be_written_to():
             part.add_(1)
 
 
+@pytest.mark.parametrize("form", ["f32", "codes8"])
+def test_tensors_of_the_cache_are_read_or_refuse_but_never_crash(form: str):
+    """Into another tensor they are copied; who asks for their address, as native code does, is told."""
+    key, value = filled(values=form).update(*rows(1), 0)
+    for part in (key, value):
+        assert torch.equal(torch.empty(part.shape, dtype=part.dtype).copy_(part), part.clone())
+    dense, coded = (warmattn.KVCache(B, Hk, CAPACITY, D, values=other) for other in ("f32", "codes8"))
+    dense.append(key, value)
+    assert isinstance(dense.v, Tensor)
+    assert torch.equal(dense.v[:, :, :6], value.clone())
+    operands = torch.zeros(B, 1, 1, D, dtype=torch.float16), key.half()
+    out = warmattn.attention(*operands, value, visible=warmattn.Full())
+    assert_same_bits(out, warmattn.attention(*operands, value.clone(), visible=warmattn.Full()))
+    for reads_memory in (lambda: coded.append(key, value), lambda: warmattn.encode_values(value)):
+        with pytest.raises(Unsupported, match=r"CachedValues has no memory: clone\(\)"):
+            reads_memory()
+
+
 def test_compiled_code_reads_the_cache():
     """With a break of the graph around the update and the attention."""
 
@@ -139,6 +157,7 @@ def test_layers_that_share_hold_nothing():
     [
         ({"max_length": 0}, "max_length"),
         ({"max_length": 2.0}, "max_length"),
+        ({"max_length": 2**31}, "max_length"),
         ({"values": "codes7"}, "values"),
         ({"keys": "f32"}, "keys"),
     ],
@@ -163,6 +182,12 @@ def test_other_head_dims_are_refused(D_k: int, D_v: int, reason: str):
     with pytest.raises(Unsupported, match=reason):
         cache.update(torch.zeros(1, 1, 2, D_k), torch.zeros(1, 1, 2, D_v), 0)
     assert cache.length == 0
+
+
+def test_layers_that_the_model_does_not_have_are_refused():
+    cache = filled()
+    with pytest.raises(InvalidInput, match=r"layer_idx: expected < 2, .*, got 2"):
+        cache.update(*rows(5), 2)
 
 
 def test_overflow_is_refused_before_anything_is_written():
@@ -319,6 +344,7 @@ def test_another_model_s_file_is_refused(tmp_path: Path):
     path = tmp_path / "cache"
     cache.save(path, model)
     model.set_attn_implementation("warmattn")
+    model.config.pad_token_id, model.config.use_cache = 3, False
     WarmCache.load(path, model)
 
     tuned, windowed = gemma3(), gemma3()
@@ -330,6 +356,14 @@ def test_another_model_s_file_is_refused(tmp_path: Path):
             WarmCache.load(path, other)
     with pytest.raises(InvalidInput, match="capacity"):
         WarmCache.load(path, model, max_length=3)
+
+
+def test_scalars_that_are_no_parameters_tell_models_apart(tmp_path: Path):
+    model = gemma4()
+    WarmCache(model.config, CAPACITY).save(tmp_path / "cache", model)
+    dict(model.named_buffers())["model.layers.1.layer_scalar"].mul_(2)
+    with pytest.raises(InvalidInput, match="expected a cache of this model"):
+        WarmCache.load(tmp_path / "cache", model)
 
 
 def test_files_that_are_not_whole_are_refused(tmp_path: Path):

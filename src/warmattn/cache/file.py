@@ -34,6 +34,9 @@ def write(path: str | Path, tensors: Mapping[str, Tensor], fields: Mapping[str, 
 
     The file is written beside it, flushed to the disk, and takes its name in one step: whenever the process
     or the machine stops, the name means the old file or the new one, both whole.
+
+    Raises:
+        OSError: no such folder, no right to write there, no room, …; the old file is whole.
     """
     path = Path(path)
     contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -43,7 +46,10 @@ def write(path: str | Path, tensors: Mapping[str, Tensor], fields: Mapping[str, 
     metadata["seal"] = _seal(metadata, contents)
     beside = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        save_file(contents, beside, metadata)
+        try:
+            save_file(contents, beside, metadata)
+        except SafetensorError as error:  # its name for what the system said
+            raise OSError(f"{path}: {error}") from error
         _flush(beside)
         os.replace(beside, path)
         _flush(path.parent)
@@ -56,9 +62,10 @@ def read(path: str | Path, *, format: str, op: str) -> tuple[dict[str, Any], dic
 
     Raises:
         InvalidInput: no file of this format and version, or one that is truncated or damaged in any way.
-        FileNotFoundError: no file.
+        OSError: what `open` raises, as where there is no file.
     """
     path = Path(path)
+    path.open("rb").close()  # so that errors name the path, which those of mapping a folder do not
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

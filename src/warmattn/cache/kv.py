@@ -92,10 +92,7 @@ class KVCache:
             raise InvalidInput("keys", expected="float16 or bfloat16", got=keys, op=op)
         if window is not None:
             check_count("window", window, op=op)
-            if capacity < window + DROPPED_ROWS:
-                reason = f"capacity ({capacity}) < window ({window}) + {DROPPED_ROWS}, dropped at once"
-                expected = f">= {window + DROPPED_ROWS}"
-                raise InvalidInput("capacity", expected=expected, got=capacity, op=op, reason=reason)
+            _check_room(capacity, window, op=op)
 
         shape = (batch, kv_heads, capacity, head_dim)
         k = allocate(shape, keys, torch.device("cpu" if device is None else device))
@@ -210,7 +207,8 @@ class KVCache:
 
         Args:
             length: ``None``: all.
-            capacity: of the clone, enough for those rows; ``None``: the same.
+            capacity: of the clone, enough for those rows, and in a bounded cache as `__init__` asks;
+                ``None``: the same.
 
         Raises:
             InvalidInput: length outside ``[rewind_limit, length]``, or a capacity too small.
@@ -220,13 +218,9 @@ class KVCache:
         capacity = self.capacity if capacity is None else capacity
         self._check_length(length, op)
         check_count("capacity", capacity, least=max(1, length - self.key_offset), op=op)
-        other = copy.copy(self)
-        other.length = length
-        other._stores = self._allocate(self.k.shape[0], capacity)
-        other._finite = allocate([2], torch.bool, self._finite.device).copy_(self._finite)
-        for name, rows in other._live().items():
-            rows.copy_(self._stores[name][:, :, : other.kv_len])
-        return other
+        if self.window is not None:
+            _check_room(capacity, self.window, op=op)
+        return self._copied(length, capacity)
 
     def snapshot(self, length: int | None = None) -> Snapshot:
         """The first ``length`` tokens without the spare capacity, to be kept and cloned from.
@@ -236,7 +230,7 @@ class KVCache:
         """
         length = self.length if length is None else length
         self._check_length(length, "KVCache.snapshot")
-        return Snapshot(self.clone(length, capacity=max(1, length - self.key_offset)), self.capacity)
+        return Snapshot(self._copied(length, max(1, length - self.key_offset)), self.capacity)
 
     def select(self, index: Tensor) -> None:
         """Keep the sequences that ``index`` names, in its order; one may be named often. Only rows that hold
@@ -337,10 +331,11 @@ class KVCache:
         """Write the tokens, and the tables of coded V, as a safetensors file that `load` reads back exactly.
 
         The file appears whole or not at all: killed at any moment, this leaves the file that was there (and
-        perhaps one named ``.NAME.….tmp`` beside it).
+        perhaps a hidden temporary one beside it).
 
         Raises:
             InvalidInput: as `check`.
+            OSError: the file cannot be written; the old one is whole.
         """
         file.write(path, *self.state(), format=_FILE_FORMAT)
 
@@ -426,16 +421,28 @@ class KVCache:
         }
 
     def _start(self, kv_start: int | Tensor | None) -> int | Tensor | None:
-        """A position as a row of `k`."""
-        if kv_start is None or self.key_offset == 0:
+        """A position as a row of `k`: what was dropped is row 0, and what is no position stays none."""
+        if self.key_offset == 0:
             return kv_start
+        if type(kv_start) is int:
+            return max(kv_start - self.key_offset, min(kv_start, 0))
         if isinstance(kv_start, Tensor):
-            return (kv_start - self.key_offset).clamp(min=0)
-        return max(0, kv_start - self.key_offset)
+            return (kv_start - self.key_offset).maximum(kv_start.clamp(max=0))
+        return kv_start
 
     def _live(self) -> Stores:
         """The rows that hold tokens."""
         return {name: store[:, :, : self.kv_len] for name, store in self._stores.items()}
+
+    def _copied(self, length: int, capacity: int) -> KVCache:
+        """`clone`, unchecked."""
+        other = copy.copy(self)
+        other.length = length
+        other._stores = self._allocate(self.k.shape[0], capacity)
+        other._finite = allocate([2], torch.bool, self._finite.device).copy_(self._finite)
+        for name, rows in other._live().items():
+            rows.copy_(self._stores[name][:, :, : other.kv_len])
+        return other
 
     def _allocate(self, batch: int, capacity: int) -> Stores:
         """Memory for a cache like this one."""
@@ -481,3 +488,11 @@ class KVCache:
             reason = f"{length} is below the rewind limit {self.rewind_limit}: its window is no longer held"
             expected = f"an int in [{self.rewind_limit}, {self.length}]"
             raise InvalidInput("length", expected=expected, got=length, op=op, reason=reason)
+
+
+def _check_room(capacity: int, window: int, *, op: str) -> None:
+    """Refuse a capacity in which a bounded cache could not drop rows."""
+    if capacity < window + DROPPED_ROWS:
+        reason = f"capacity ({capacity}) < window ({window}) + {DROPPED_ROWS}, dropped at once"
+        expected = f">= {window + DROPPED_ROWS}"
+        raise InvalidInput("capacity", expected=expected, got=capacity, op=op, reason=reason)

@@ -70,7 +70,8 @@ class PrefixCache:
 
     A prompt finds the longest prefix that it shares with any entry, cut at any token. Because warm equals
     cold, what is computed from there has the bits of a run from the start. An entry whose tokens begin
-    another's is covered by it, and not kept twice.
+    another's is covered by it, and not kept twice. Tokens are all that is compared: have one for each model
+    and form of cache.
 
     Safe to use from several threads: entries are never written to, and what is handed out shares no memory
     with them. On a GPU the threads share a stream or synchronise, as with every tensor. A look-up compares
@@ -94,6 +95,10 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._entries: list[_Entry] = []
         """The least recently used first."""
+
+    def __bool__(self) -> bool:
+        """An empty one is no missing one."""
+        return True
 
     def __len__(self) -> int:
         """Entries held."""

@@ -103,13 +103,13 @@ def value_form(
         InvalidInput: an unknown form, a table that does not fit it, or a table for dense values.
     """
     op = "KVCache"
+    if name not in FORMS:
+        raise InvalidInput("values", expected=f"one of {', '.join(FORMS)}", got=repr(name), op=op)
     if name in _DTYPES:
         for operand, table in (("codebook", codebook), ("signs", signs)):
             if table is not None:
                 raise InvalidInput(operand, expected=f"None with values={name!r}", got="one", op=op)
         return Dense(_DTYPES[name])
-    if name not in _BITS:
-        raise InvalidInput("values", expected=f"one of {', '.join(FORMS)}", got=repr(name), op=op)
     if codebook is None:
         codebook = Codebook.lloyd_max(_BITS[name])
     elif not isinstance(codebook, Codebook):

@@ -66,9 +66,10 @@ def attend(
 
     Raises:
         Unsupported: dropout, attention weights, sinks, position biases, keywords that are not known to be
-            harmless; another head dim than 64, 128, 256, 512; operands that require grad while grad is on; Q
-            or K past the range of their dtype, or mask cells that float16 cannot hold.
-        InvalidInput: operands whose shapes do not fit.
+            harmless; a window without causality or a mask; another head dim than 64, 128, 256, 512; operands
+            that require grad while grad is on; Q or K past the range of their dtype, or mask cells that
+            float16 cannot hold.
+        InvalidInput: operands whose shapes do not fit, a mask of another dtype.
     """
     _refuse(dropout, others)
     # bfloat16 stays what it is; a float32 key, which a cache would have rounded, is rounded here.
@@ -120,6 +121,8 @@ def _visible(mask: Tensor | None, causal: bool, window: int | None, rows: int, k
     if mask is not None:
         return External(mask if mask.dtype == torch.bool else _additive(mask))
     if not causal:
+        if window is not None:
+            raise Unsupported("a window that is not causal needs a mask")
         return Full()
     # With shared K and V, or `logits_to_keep`, the S rows are the last of T, whatever the cache held before.
     q_offset = keys - rows
@@ -138,6 +141,8 @@ def _rounded(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 def _additive(mask: Tensor) -> Tensor:
     """A float mask in float16; what lies below its range, as the least value of another dtype, hides."""
+    if not mask.is_floating_point():  # of ints, some mean "visible" by 1, some add
+        raise InvalidInput("mask", expected="bool or a float dtype", got=mask.dtype)
     rounded = mask.to(torch.float16)
     hidden = mask < torch.finfo(torch.float16).min
     if not (hidden | (rounded == mask)).all():

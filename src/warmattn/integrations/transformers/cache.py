@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 
 from warmattn.cache import file
+from warmattn.cache.checks import check_count
 from warmattn.cache.kv import KVCache
 from warmattn.cache.values import FORMS
 from warmattn.errors import InvalidInput, Unsupported
@@ -154,8 +155,7 @@ class WarmCache(Cache):
             InvalidInput: max_length, values or keys.
             Unsupported: a layer that is not attention over the keys of all tokens.
         """
-        if type(max_length) is not int or max_length < 1:
-            raise InvalidInput("max_length", expected="an int >= 1", got=max_length, op="WarmCache")
+        check_count("max_length", max_length, op="WarmCache")
         for name, given, known in (("values", values, FORMS), ("keys", keys, _KEYS)):
             if given not in known:
                 expected = f"one of {', '.join(known)}"
@@ -205,12 +205,16 @@ class WarmCache(Cache):
 
         Raises:
             Unsupported: head dim; rows that require grad while grad is on.
-            InvalidInput: more than ``max_length`` tokens, rows of another shape or on another device, values
-                that are not finite in the cache's dtype. Nothing has been written to the layer then.
+            InvalidInput: a layer that the cache's model does not have; more than ``max_length`` tokens, rows
+                of another shape or on another device, values that are not finite in the cache's dtype.
+                Nothing has been written to the layer then.
             RuntimeError: an earlier forward pass broke off between two layers: ``crop(0)`` takes back what it
                 left, ``reset()`` everything.
         """
-        layer, first = self.layers[layer_idx], next(own for own in self.layers if isinstance(own, WarmLayer))
+        if layer_idx >= len(self.layers):
+            expected = f"< {len(self.layers)}, the layers of the model that the cache was made for"
+            raise InvalidInput("layer_idx", expected=expected, got=layer_idx, op="WarmCache.update")
+        layer, first = self.layers[layer_idx], self.own_layers[0]
         if isinstance(layer, WarmLayer) and layer is not first:
             length, reached = layer.get_seq_length() + key_states.shape[-2], first.get_seq_length()
             if length != reached:
@@ -269,6 +273,7 @@ class WarmCache(Cache):
         Raises:
             InvalidInput: as `check`.
             RuntimeError: as `update`.
+            OSError: the file cannot be written; the old one is whole.
         """
         tensors, layers = {}, {}
         for index, layer in enumerate(self.layers):

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from warmattn.errors import Unsupported
 
@@ -39,6 +39,10 @@ class LazyTensor(Tensor):
         """An ordinary tensor of this shape, dtype and device."""
         raise NotImplementedError
 
+    def data_ptr(self) -> int:
+        """There is none, and what PyTorch says instead, 0, is a crash in whoever reads from there."""
+        raise Unsupported(f"{type(self).__name__} has no memory: clone() has its elements", op="warmattn.hf")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, device={self.device})"
 
@@ -46,7 +50,10 @@ class LazyTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._schema.is_mutable:
+        parameters = func._schema.arguments
+        given = dict(zip((p.name for p in parameters), args, strict=False)) | (kwargs or {})
+        written = tree_leaves([given.get(p.name) for p in parameters if p.is_write])
+        if any(isinstance(operand, LazyTensor) for operand in written):
             raise Unsupported(f"{cls.__name__} cannot be written to ({func.name()})", op="warmattn.hf")
         args, kwargs = tree_map_only(LazyTensor, lambda lazy: lazy.elements(), (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
