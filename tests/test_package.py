@@ -48,6 +48,7 @@ LAYERS = (
     ("call",),
     ("cost", "partials", "reference", "pipelines"),
     ("backend",),
+    ("sharding",),
     ("plan", "ops"),
     ("api",),
     ("cache", "testing", "workloads"),

@@ -192,7 +192,8 @@ class AttentionCall(NamedTuple):
                 raise InvalidInput(name, expected="a tensor", got=type(tensor).__name__)
             if tensor.ndim != 4:
                 raise InvalidInput(name, expected="rank 4, [B, heads, rows, D]", got=list(tensor.shape))
-        values = values and not isinstance(q, FakeTensor) and not q.is_meta
+        # What a DTensor holds is checked where it lies, rank by rank.
+        values = values and not (isinstance(q, FakeTensor) or q.is_meta or hasattr(q, "placements"))
         B, H, S, D = q.shape
         if D not in HEAD_DIMS:
             raise Unsupported(f"q: head dim {D}: expected one of {', '.join(map(str, HEAD_DIMS))}")

@@ -1,11 +1,13 @@
 """The registered op ``warmattn::attention``. Imports torch only; a backend is reached when a call runs.
 
 `torch.library.Library.define/impl` costs about a tenth of `torch.library.custom_op` per call. The op writes
-into the outputs it is given.
+into the outputs it is given. DTensors go through ``warmattn::attend``, which returns them instead: only then
+is the sharding of the outputs the op's own to choose.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +20,15 @@ from warmattn.call import AttentionCall
 __all__ = ["attention"]
 
 _LIBRARY = torch.library.Library("warmattn", "DEF")
-_LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? norms, Tensor? centroids, float sf,"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? norms, Tensor? centroids, float sf,"
     " bool causal, SymInt? window, Tensor? mask, Tensor? tile_map,"
     " SymInt q_offset, Tensor? q_offsets, SymInt kv_len, Tensor? kv_lens, SymInt kv_start, Tensor? kv_starts,"
-    " SymInt key_offset, float scale, float? softcap,"
-    " Tensor(a!) out, Tensor(b!)? lse, str backend, bool checked) -> ()"
+    " SymInt key_offset, float scale, float? softcap"
 )
+_HOW = "str backend, bool checked"
+_LIBRARY.define(f"attention({_INPUTS}, Tensor(a!) out, Tensor(b!)? lse, {_HOW}) -> ()")
+_LIBRARY.define(f"attend({_INPUTS}, {_HOW}) -> (Tensor out, Tensor lse)")
 
 _LENGTHS_END = 16
 """Arguments up to the last of the three lengths."""
@@ -41,19 +45,15 @@ def attention(call: AttentionCall, out: Tensor, lse: Tensor | None, *, backend: 
         select(call, backend).run(call._replace(out=out, lse=lse))
         return
     (*head, q_offset, kv_len, kv_start, key_offset, scale, softcap, _, _) = call
-    _OP(
-        *head,
-        *_split(q_offset),
-        *_split(kv_len),
-        *_split(kv_start),
-        key_offset,
-        scale,
-        softcap,
-        out,
-        lse,
-        backend,
-        checked,
-    )
+    lengths = (*_split(q_offset), *_split(kv_len), *_split(kv_start))
+    inputs = (*head, *lengths, key_offset, scale, softcap)
+    if hasattr(call.q, "placements"):  # a DTensor
+        found = importlib.import_module("warmattn.sharding").attend(*inputs, backend, False)
+        for output, result in zip((out, lse), found, strict=True):
+            if output is not None:
+                output.copy_(result)
+    else:
+        _OP(*inputs, out, lse, backend, checked)
 
 
 def _watched(call: AttentionCall) -> bool:
@@ -92,8 +92,21 @@ def _trace(*arguments: Any) -> None:
     _call(arguments[:-2]).check(values=False)
 
 
+def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    outputs = _outputs(arguments[0])
+    _run(*arguments[:-2], *outputs, *arguments[-2:])
+    return outputs
+
+
 _LIBRARY.impl("attention", _run, "CompositeExplicitAutograd")
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
 # Forward only: AttentionCall refuses what requires grad, so autograd has nothing to do here.
 _LIBRARY.impl("attention", torch.library.fallthrough_kernel, "Autograd")
+_LIBRARY.impl("attend", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("warmattn::attention", _trace, lib=_LIBRARY)
+torch.library.register_fake("warmattn::attend", lambda *arguments: _outputs(arguments[0]), lib=_LIBRARY)
 _OP = torch.ops.warmattn.attention.default
