@@ -7,7 +7,7 @@ KERNELS := CMakeLists.txt $(wildcard src/warmattn/backend/cpu/native/*)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt --build-constraint constraints.txt
 
-.PHONY: demo test outside compile-all compile-newer sanitize check docs bench clean
+.PHONY: demo test outside compile-all compile-newer sanitize neon wheel check docs bench clean
 
 demo: $(VENV)/.package
 	$(BIN)/warmattn demo
@@ -30,6 +30,15 @@ compile-newer: $(VENV)/triton-newer/triton
 # The CPU kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(VENV)/.dev
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(BIN)/python scripts/test_sanitized.sh
+
+# The CPU kernels for AArch64 in an emulator. It and the cross compiler are not Python's: on Debian,
+# apt-get install g++-aarch64-linux-gnu qemu-user.
+neon: $(VENV)/.dev
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(BIN)/python scripts/test_neon.sh
+
+# The sdist and the wheel, into dist/, once they pass in a new environment without a compiler.
+wheel: $(VENV)/.wheel
+	PYTHON=$(BIN)/python scripts/check_wheel.sh dist
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -73,6 +82,10 @@ $(VENV)/triton-newer/triton: $(VENV)/.test
 
 $(VENV)/.dev: $(VENV)/.test
 	$(INSTALL) --group dev
+	touch $@
+
+$(VENV)/.wheel: $(VENV)/.pip pyproject.toml constraints.txt
+	$(INSTALL) --group wheel
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.package

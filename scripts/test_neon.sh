@@ -1,7 +1,7 @@
 #!/bin/sh
-# Build the CPU kernels for AArch64 and run their tests on them in an emulator: the tests stay here with torch, every call
-# into the kernels goes to a process of QEMU (tests/cpu/emulated_library.py). Needs a cross compiler and QEMU, which no
-# Python package brings; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user.
+# Build the CPU kernels for AArch64 and run their tests on them in an emulator: the tests stay here with torch, every
+# call into the kernels goes to a process of QEMU (tests/cpu/emulated_library.py). Needs a cross compiler and QEMU, which
+# no Python package brings; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user.
 #
 #     scripts/test_neon.sh [pytest arguments; by default the tests of the kernels and of bits across processors]
 #
@@ -26,4 +26,4 @@ $target-g++ -std=c++17 -O2 -Wall -Wextra -fopenmp -Wl,--no-as-needed -I src/warm
 [ $# -gt 0 ] || set -- -k "neon or bits_are_those" tests/cpu/test_kernels.py tests/cpu/test_native_codec.py \
     tests/cpu/neon_cases.py
 EMULATED_LIBRARY="qemu-aarch64 -L /usr/$target $work/server $work/build/_native.so" WARMATTN_CPU_ISA=neon \
-OMP_NUM_THREADS=1 PYTHONPATH="src:tests/cpu" "$python" -m pytest -p no:cacheprovider -p emulated_library "$@"
+OMP_NUM_THREADS=1 PYTHONPATH="src:tests/cpu" "$python" -m pytest -n auto -p no:cacheprovider -p emulated_library "$@"

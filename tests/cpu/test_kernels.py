@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cpu_helpers import attend, attend_with_lse
+from cpu_helpers import attend, attend_calls_of_every_kind, attend_with_lse
 
 from warmattn import Causal, External, Full, Window, decode_values, partials, reference, tile_map
 from warmattn.backend.cpu import native
@@ -110,19 +110,33 @@ def test_bits_do_not_depend_on_threads(isa: Isa, S: int, T: int) -> None:
         assert_same_bits(other, results[0])
 
 
-def test_partials_merge_to_the_bits_of_run(isa: Isa) -> None:
+@pytest.mark.parametrize(("window", "first", "count"), [(5000, 0, 3), (3000, 1, 2)])
+def test_partials_merge_to_the_bits_of_run(isa: Isa, window: int, first: int, count: int) -> None:
     inputs = make_inputs(16, S=9, T=9000, D=512, H=4, Hk=2, values="f16")
-    visible = Window(5000, 9000 - 9)
+    visible = Window(window, 9000 - 9)
     call = AttentionCall.of(inputs.q, inputs.k, inputs.v, visible=visible, kv_len=9000).rounded().check()
     split = native.run_partials(isa, call)
-    assert split.first == 0
+    assert split.first == first
     parts = [partials.Partials(*part) for part in zip(*split.partials, strict=True)]
-    assert len(parts) == 3
+    assert len(parts) == count
     exponential = partials.Exponential.of(512, call.scale)
     out, lse = partials.finish(partials.merge(parts, exponential), exponential)
     expected, expected_lse = attend_with_lse(isa, inputs.q, inputs.k, inputs.v, visible, kv_len=9000)
     assert_same_bits(out, expected)
     assert_same_bits(lse, expected_lse)
+
+
+def test_partials_of_queries_far_past_the_keys_are_empty(isa: Isa) -> None:
+    """Where keys lie on several ranks, one may hold none that a window still shows."""
+    inputs = make_inputs(22, S=9, T=100, D=64, values="f16")
+    assert isinstance(inputs.v, torch.Tensor)
+    k, v = (operand[:, :, :100].clone() for operand in (inputs.k, inputs.v))
+    call = AttentionCall.of(inputs.q, k, v, visible=Window(50, 9000), kv_len=100)
+    split = native.run_partials(isa, call.rounded().check(offsets=False))
+    assert split.first == 0
+    assert bool((split.partials.maximum == -math.inf).all())
+    assert not split.partials.sum.any()
+    assert not split.partials.accumulator.any()
 
 
 @pytest.mark.parametrize("bits", [5, 6, 8])
@@ -163,8 +177,9 @@ def test_poison_touches_only_the_rows_that_see_it(isa: Isa, operand: str, poison
         assert out[:, :2][(direction < 0) & sees].isfinite().all()
 
 
-def test_strided_operands_and_capacity(isa: Isa) -> None:
-    inputs = make_inputs(19, B=2, S=S, T=T, D=256, H=4, Hk=2, values="codes8")
+@pytest.mark.parametrize("head_dim", [256, 512])
+def test_strided_operands_and_capacity(isa: Isa, head_dim: int) -> None:
+    inputs = make_inputs(19, B=2, S=S, T=T, D=head_dim, H=4, Hk=2, values="codes8")
     coded = inputs.v
     assert isinstance(coded, CodedValues)
     expected = attend(isa, inputs.q, inputs.k, coded, Causal(T - S), kv_len=T)
@@ -177,22 +192,44 @@ def test_strided_operands_and_capacity(isa: Isa) -> None:
         view = wide[:, ::2].transpose(1, 2)
         return view.copy_(tensor)
 
-    norms = scattered(coded.norms.repeat(1, 1, 1, 2))[..., ::2]
+    norms = scattered(coded.norms.repeat_interleave(2, dim=-1))[..., ::2]
     values = CodedValues(scattered(coded.codes), norms, coded.codebook, coded.sf)
     out = attend(isa, scattered(inputs.q), scattered(inputs.k), values, Causal(T - S), kv_len=T)
     assert_same_bits(out, expected)
 
 
-def test_avx2_and_avx512_have_the_same_bits() -> None:
+def test_what_an_earlier_call_left_in_the_workspace_is_never_used(isa: Isa) -> None:
+    """A thread keeps its workspace, where a tile that ends inside a group of 32 keys has rows to spare."""
+    spoiled = make_inputs(24, S=200, T=200, D=512, H=1, Hk=1, values="f32")
+    spoiled.q.fill_(math.nan)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        for rows in (1, 9, 40):
+            inputs = make_inputs(25, S=rows, T=40, D=64, H=1, Hk=1, values="f16")
+            assert attend(isa, spoiled.q, spoiled.k, spoiled.v, Causal(0), kv_len=200).isnan().all()
+            assert_matches(isa, inputs, Causal(40 - rows))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_output_of_any_strides_is_written_where_it_lies(isa: Isa) -> None:
+    inputs = make_inputs(23, B=2, S=S, T=T, D=64, H=4, Hk=2, values="f16")
+    arguments = (isa, inputs.q, inputs.k, inputs.v, Causal(T - S))
+    wide = torch.full((2, 2 * S, 4, 64), torch.nan)
+    attend(*arguments, out=wide[:, ::2].transpose(1, 2), kv_len=T)
+    assert_same_bits(wide[:, ::2].transpose(1, 2), attend(*arguments, kv_len=T))
+    assert bool(wide[:, 1::2].isnan().all())
+
+
+@pytest.mark.parametrize("form", VALUE_FORMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_avx2_and_avx512_have_the_same_bits(head_dim: int, form: str) -> None:
     by_name = {isa.name: isa for isa in native.isas() if isa.missing is None}
     if not {"avx2", "avx512"} <= by_name.keys():
         pytest.skip("needs a CPU with AVX-512")
-    for head_dim, form in ((256, "f16"), (512, "codes8"), (64, "bf16")):
-        inputs = make_inputs(20, S=S, T=T, D=head_dim, H=6, Hk=2, values=form)
-        results = [
-            attend(by_name[name], inputs.q, inputs.k, inputs.v, Causal(T - S), kv_len=T, softcap=5.0)
-            for name in ("avx2", "avx512")
-        ]
+    narrow, wide = (attend_calls_of_every_kind(by_name[name], head_dim, form) for name in ("avx2", "avx512"))
+    for results in zip(narrow, wide, strict=True):
         assert_same_bits(*results)
 
 

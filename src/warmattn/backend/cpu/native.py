@@ -97,13 +97,13 @@ class Isa:
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled library; ``None``, said once in the log, where none was built (no compiler)."""
+    """The compiled library; ``None``, said once in the log, where none was built (no GCC)."""
     # An editable install keeps the library in another directory of the package's path than the sources.
     places = [Path(directory) / _LIBRARY for directory in sys.modules[__name__.rpartition(".")[0]].__path__]
     path = next((place for place in places if place.exists()), None)
     if path is None:
         _LOG.warning(
-            "the CPU kernels were not built (no C++ compiler at install): running on torch operations, slower"
+            "the CPU kernels were not built (no GCC at install): running on torch operations, slower"
         )
         return None
     library = ctypes.CDLL(str(path))

@@ -1,13 +1,14 @@
 // One f32 vector type per instruction set, with the few operations that the kernels need.
 //
-// Every operation is one IEEE operation per lane, so that AVX2 and AVX-512 builds give the same bits.
+// Every operation is one IEEE operation per lane, so that AVX-512, AVX2 and NEON builds give the same bits. Portable
+// C++ has bits of its own, the same on every processor: it has no fused multiply-add to rely on.
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(WA_NEON)
 #include <arm_neon.h>
 #endif
 
@@ -162,7 +163,7 @@ WA_INLINE vf swap_lanes(vf x) {
     if constexpr (H == 4) return _mm256_permute2f128_ps(x, x, 1);
 }
 
-#else  // NEON, and portable C++ through the compiler's vector extensions
+#else  // NEON (where the build asks for it by WA_NEON), and portable C++ through the compiler's vector extensions
 
 constexpr int W = 4;
 typedef float vf __attribute__((vector_size(16)));
@@ -176,7 +177,7 @@ WA_INLINE void store(float* p, vf x) { *(vf*)p = x; }
 WA_INLINE void storeu(float* p, vf x) { *(vf_unaligned*)p = x; }
 WA_INLINE vi load_int(const int32_t* p) { return *(const vi*)p; }
 WA_INLINE vf set1(float x) { return vf{x, x, x, x}; }
-#if defined(__ARM_NEON)
+#if defined(WA_NEON)
 WA_INLINE vf fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #else
 WA_INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }  // two roundings: no fused instruction to rely on
@@ -199,7 +200,7 @@ WA_INLINE vf add_exponent(vf y, vf t) {
     typedef uint32_t vu __attribute__((vector_size(16)));  // unsigned: these bits may wrap
     return (vf)((vu)y + ((vu)t << 23));
 }
-#if defined(__ARM_NEON)
+#if defined(WA_NEON)
 WA_INLINE vf widen_half(const uint16_t* p) { return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 #else
 WA_INLINE vf widen_half(const uint16_t* p) {
