@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,11 @@ def main_of(name: str) -> Callable[..., None]:
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"chat_resume", "long_document"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        "chat_resume",
+        "context_parallel",
+        "long_document",
+    }
 
 
 def test_chat_resume(capsys: pytest.CaptureFixture[str]):
@@ -57,3 +64,18 @@ def test_long_document(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert out.count("the same answer") == 6
     assert "ANOTHER ANSWER" not in out
     assert chart.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_context_parallel():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    run = subprocess.run(
+        [*torchrun, str(EXAMPLES / "context_parallel.py")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    *ranks, last = run.stdout.splitlines()
+    assert [line.split(":")[0] for line in ranks] == [f"rank {rank}" for rank in range(4)]
+    assert last == "0 of 655360 elements differ from one process"
