@@ -285,7 +285,9 @@ class KVCache:
         Args:
             q: ``[B, H, S, D]``, K's dtype: the queries of the last S of the `length` tokens.
             window: ``None``: the cache's own, and every key up to the row where it has none.
-            scale, softcap, backend: as in `warmattn.attention`.
+            scale: as in `warmattn.attention`, like the two below.
+            softcap: see scale.
+            backend: see scale.
             kv_start: first visible position (left padding), an int or an int32 tensor ``[B]``.
 
         Returns:

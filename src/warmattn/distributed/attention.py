@@ -92,7 +92,11 @@ def attention(
             this rank's first query.
         group: of torch.distributed; ``None``: all processes.
         queries: "replicated" or "sharded".
-        kv_len, kv_start, scale, softcap, backend: as in `warmattn.attention`; ``kv_len=None``: all keys.
+        kv_len: T, an int or an int32 tensor ``[B]``; ``None``: all keys.
+        kv_start: as in `warmattn.attention`, like the three below.
+        scale: see kv_start.
+        softcap: see kv_start.
+        backend: see kv_start.
         return_lse: also return the log-sum-exp.
 
     Returns:
