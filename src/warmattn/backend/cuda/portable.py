@@ -196,7 +196,7 @@ def _add_weighted(
     TILE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Rescale the accumulators and add P @ V of one tile, by chunks from fresh ones; smallest terms first."""
-    scale = power_of_two(V_BITS - tl.where(e == float("-inf"), 0.0, e))
+    scale = power_of_two(tl.where(e == float("-inf"), 0.0, -e) + V_BITS)
     added = ()
     for c in tl.static_range(len(accumulators)):
         x = _values(v, n, keep, column + c * CHUNK, v_step, w, table, TILE, CHUNK, FORM)
