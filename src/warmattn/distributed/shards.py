@@ -56,28 +56,34 @@ def keys_seen(
     """First and end of the keys that ``rows`` rows may see, and the last row's position or −1. Tensors on a
     GPU are not read: they leave every key possible.
     """
-    first = _least(kv_start, unknown=0)
-    end = torch.iinfo(torch.int64).max if kv_len is None else -_least(_negated(kv_len), unknown=-(2**62))
+    first = 0 if kv_start is None else _least(kv_start)
+    end = _UNKNOWN_END if kv_len is None else _largest(kv_len)
     if not isinstance(visible, Causal | Window):
         return first, end, -1
     offset = 0 if visible.q_offset is None else visible.q_offset
-    position = -_least(_negated(offset), unknown=-(2**62)) + rows - 1
+    largest = _largest(offset)
     if isinstance(visible, Window):
-        first = max(first, _least(offset, unknown=0) - visible.window + 1)
-    known = not (isinstance(offset, Tensor) and offset.device.type != "cpu")
-    return first, min(end, position + 1), position if known else -1
+        first = max(first, _least(offset) - visible.window + 1)
+    position = largest + rows - 1
+    return first, min(end, position + 1), -1 if largest == _UNKNOWN_END else position
 
 
-def _least(value: int | Tensor | None, *, unknown: int) -> int:
-    if value is None:
-        return 0
+_UNKNOWN_END = 2**62
+"""Past every key, and small enough to be added to."""
+
+
+def _least(value: int | Tensor) -> int:
+    """Of a length or offset; 0 where only a GPU knows it."""
     if isinstance(value, Tensor):
-        return int(value.min()) if value.device.type == "cpu" else unknown
+        return int(value.min()) if value.device.type == "cpu" else 0
     return value
 
 
-def _negated(value: int | Tensor) -> int | Tensor:
-    return -value.long() if isinstance(value, Tensor) else -value
+def _largest(value: int | Tensor) -> int:
+    """Of a length or offset; `_UNKNOWN_END` where only a GPU knows it."""
+    if isinstance(value, Tensor):
+        return int(value.max()) if value.device.type == "cpu" else _UNKNOWN_END
+    return value
 
 
 def announce(mine: Shard, group: dist.ProcessGroup | None, device: torch.device) -> list[Shard]:

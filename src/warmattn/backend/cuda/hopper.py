@@ -242,6 +242,7 @@ def _attend_rows(
     W: gl.constexpr, q, keys: Ring, chunks: Ring, exponents, block: Block, outputs, mask: Mask, scaling,
     variant: Variant,
 ):  # fmt: skip
+    """Rows ``64 * W ...`` of the block over all of its tiles: softmax, products and results."""
     out, out_head, out_row, sums, maxima, unscale = outputs
     factor, cap_in, cap_out = scaling
 
